@@ -149,7 +149,7 @@ Outcome = Applied | InFlightReport | Paused | None
 
 
 def refuse(changes: Iterable[Change], error: Exception) -> None:
-    """Fails the futures of changes that waited, or of one that was being made."""
+    """Fail the futures of changes that waited, or of one that was being made."""
     for change in changes:
         if change.done.running() or change.done.set_running_or_notify_cancel():
             settle(change, error)
@@ -326,8 +326,8 @@ class BetweenSteps:
             self._made_ns = time.monotonic_ns()
 
     def _start_ns(self, running: ForRunning, idle_since_ns: int) -> int:
-        """From when on no token could be made because of a change: the last step has ended, the change was
-        asked for, and the one before was made.
+        """Say from when on no token could be made because of a change: the last step has ended, the change
+        was asked for, and the one before was made.
         """
         return max(idle_since_ns, running.asked_ns, self._made_ns)
 
@@ -543,7 +543,7 @@ class Changes:
             self._between.drop_hold()
 
     def break_weights(self, reason: str) -> None:
-        """Says that the runner's weights are partly old and partly new: all requests end with
+        """Say that the runner's weights are partly old and partly new: all requests end with
         WeightsIncomplete, and so does every new one, until an update that is whole goes live. This also ends
         a hold. `reason` says in a few words what failed.
         """

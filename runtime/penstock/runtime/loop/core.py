@@ -112,8 +112,8 @@ class EngineCore:
         self._life.check_running()
 
     def pulse(self) -> Pulse:
-        """Whether the engine's thread moves. Takes no lock, so it answers even if another thread hangs while
-        it holds one.
+        """Say whether the engine's thread moves. Takes no lock, so it answers even if another thread hangs
+        while it holds one.
         """
         thread = self._life.thread
         return Pulse(
@@ -155,7 +155,7 @@ class EngineCore:
             return self._load()
 
     def load_within(self, timeout_s: float) -> Load | None:
-        """As `load`; None if another thread holds the engine's lock for so long."""
+        """Do the same as `load`; return None if another thread holds the engine's lock for so long."""
         if not self.guard.lock.acquire(timeout=timeout_s):
             return None
         try:
@@ -188,8 +188,8 @@ class EngineCore:
             return self._scheduler.active_requests()
 
     def oldest_outputs(self, most: int) -> Sequence[OutputStatus]:
-        """Where the outputs stand that arrived first, at most so many; takes time for those, and not for all
-        that there are. A dead engine has none.
+        """Tell where the outputs stand that arrived first, at most so many; takes time for those, and not for
+        all that there are. A dead engine has none.
         """
         with self.guard.lock:
             if self._life.is_dead:
@@ -205,7 +205,7 @@ class EngineCore:
             self._scheduler.limit_prefill_chunk(size)
 
     def watch_steps(self, watch: StepWatch | None) -> None:
-        """From now on tells `watch` of the end of every step; None: nobody."""
+        """Tell `watch` of the end of every step from now on; None: nobody."""
         self._loop.watch = watch
 
     def check(self) -> None:
@@ -223,7 +223,7 @@ class EngineCore:
         return self._intake.prepare(request)
 
     def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
-        """Queues a request, whose outputs go to `sink`. Raises at once if the request or the engine's state
+        """Queue a request, whose outputs go to `sink`. Raises at once if the request or the engine's state
         forbids it, see `Engine.submit`. `prepared` must be what `prepare` made of the same prompt, else
         ValueError; None: it is prepared now.
         """
@@ -241,7 +241,7 @@ class EngineCore:
             self._scheduler.pin_adapters(digests)
 
     def cancel(self, *request_ids: str) -> None:
-        """Frees the slots and pages of requests that nobody reads any more, and tells nobody. Unknown ids are
+        """Free the slots and pages of requests that nobody reads any more, and tell nobody. Unknown ids are
         ignored.
 
         This does not wait. The engine's thread does it before its next step, or any call that looks at the
@@ -305,7 +305,7 @@ class EngineCore:
         self._life.thread = thread  # not before: a thread that does not run yet would look like a dead one
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for the others to end; false if some are left after `timeout_s`
+        """Refuse new requests and wait for the others to end; return false if some are left after `timeout_s`
         seconds. If the engine dies, all have ended.
         """
 

@@ -62,8 +62,8 @@ class Doorbell:
         self._listening = False
 
     def ring(self) -> None:
-        """Wakes the thread that sleeps; costs nothing while it is awake. Any thread may call this, also in a
-        destructor.
+        """Wake the thread that sleeps; that costs nothing while it is awake. Any thread may call this, also
+        in a destructor.
         """
         if self._listening:
             self._rings.put(None)
@@ -73,7 +73,7 @@ class Doorbell:
         self._listening = True
 
     def sleep(self, timeout_s: float) -> None:
-        """Sleeps until a ring since `listen`, or for `timeout_s` seconds."""
+        """Sleep until a ring since `listen`, or for `timeout_s` seconds."""
         with contextlib.suppress(queue.Empty):
             self._rings.get(timeout=timeout_s)
 
@@ -104,7 +104,7 @@ class Guard:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Surrounds whatever a caller's thread changes in the scheduler; to be entered with the lock held.
+        """Surround whatever a caller's thread changes in the scheduler; to be entered with the lock held.
 
         A scheduler that raised halfway through a change cannot be trusted any more, so the engine ends.
         Refusals, which are PenstockErrors, change nothing.
@@ -202,7 +202,7 @@ class Life:
         self._ready_watches.append(callback)
 
     def tell_ready(self) -> None:
-        """Tells those who watch that `is_ready` may have changed. To be called without the lock."""
+        """Tell those who watch that `is_ready` may have changed. To be called without the lock."""
         for watch in self._ready_watches:
             try:
                 watch()

@@ -296,28 +296,28 @@ class Runner(Protocol[StepT]):
         ...
 
     def execute_async(self, plan: Plan) -> StepT:
-        """Begins to compute a plan, and does not wait for it."""
+        """Begin to compute a plan, and do not wait for it."""
         ...
 
     def choose(self, step: StepT) -> StepT:
-        """Chooses the tokens of a step that awaits it, and returns other steps as they are. It is called when
+        """Choose the tokens of a step that awaits it, and return other steps as they are. It is called when
         the constraints have accepted all earlier tokens of their rows, and before the next plan comes.
         """
         ...
 
     def wait(self, step: StepT) -> StepResult:
-        """Blocks until the tokens of a step are known. Steps are waited for in the order of their plans."""
+        """Block until the tokens of a step are known. Steps are waited for in the order of their plans."""
         ...
 
     def free_kv_cache(self) -> int:
-        """Frees the memory of the KV cache until `restore_kv_cache`, and returns how many bytes that were.
-        What is in the cache is lost. Called with no step in flight, and so are the three methods below;
-        unlike the others, they may raise: then nothing has changed.
+        """Free the memory of the KV cache until `restore_kv_cache`, and return how many bytes that were. What
+        is in the cache is lost. Called with no step in flight, and so are the three methods below; unlike the
+        others, they may raise: then nothing has changed.
         """
         ...
 
     def restore_kv_cache(self) -> None:
-        """Allocates the KV cache again, if it was freed. Nothing is compiled for that."""
+        """Allocate the KV cache again, if it was freed. Nothing is compiled for that."""
         ...
 
     def offload_weights(self) -> int:
@@ -332,7 +332,7 @@ class Runner(Protocol[StepT]):
         ...
 
     def shutdown(self) -> None:
-        """Frees what the runner holds. May be called on any thread after the engine's has ended, and more
-        than once.
+        """Free what the runner holds. May be called on any thread after the engine's has ended, and more than
+        once.
         """
         ...

@@ -175,8 +175,8 @@ class Journal:
         return end
 
     def flush(self) -> None:
-        """Blocks until the readers have got all entries that were written before, whether the journal's
-        thread runs or not. A reader must not call this: RuntimeError.
+        """Block until the readers have got all entries that were written before, whether the journal's thread
+        runs or not. A reader must not call this: RuntimeError.
         """
         self._before_flush()
         with self._reading:
@@ -185,7 +185,7 @@ class Journal:
             self._read()
 
     def _read(self) -> None:
-        """Hands the entries that wait now to the readers; with the lock of reading held."""
+        """Hand the entries that wait now to the readers; with the lock of reading held."""
         entries = self._entries
         self._is_reading = True
         try:
@@ -219,7 +219,7 @@ class Journal:
         self._thread.start()
 
     def close(self) -> None:
-        """Has everything read that was written, and ends the thread and the readers. May be called twice."""
+        """Have everything read that was written, and end the thread and the readers. May be called twice."""
         self._is_closed = True
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -80,7 +80,7 @@ class Delivery:
                 self._recording.ended(seq.request, output, seq.num_generated)
 
     def deliver(self) -> None:
-        """Hands over all posted outputs, in one call for each sink; on the engine's thread, without the
+        """Hand over all posted outputs, in one call for each sink; on the engine's thread, without the
         lock.
         """
         with self._changed:
@@ -103,7 +103,7 @@ class Delivery:
         return outbox
 
     def hand_over(self, outbox: Sequence[tuple[Sink, StepOutput]]) -> None:
-        """Hands over these outputs, in one call for each sink; on the engine's thread, without the lock."""
+        """Hand over these outputs, in one call for each sink; on the engine's thread, without the lock."""
         try:
             by_sink: dict[int, tuple[Sink, list[StepOutput]]] = {}
             for sink, output in outbox:
@@ -143,7 +143,7 @@ class LiveRequests:
         self._cancelled.append(request_ids)
 
     def drop_cancelled(self) -> None:
-        """Frees the slots and pages of cancelled requests; their sinks are told nothing."""
+        """Free the slots and pages of cancelled requests; their sinks are told nothing."""
         while self._cancelled:
             for request_id in self._cancelled.popleft():
                 self._delivery.detach(request_id)
@@ -155,7 +155,7 @@ class LiveRequests:
         self._cancelled.clear()
 
     def queue(self, seq: ScheduledSequence, sink: Sink) -> None:
-        """Queues a request whose outputs go to `sink`. Raises DuplicateRequestId or QueueFull."""
+        """Queue a request whose outputs go to `sink`. Raises DuplicateRequestId or QueueFull."""
         self._scheduler.queue(seq)
         self._delivery.attach(seq, sink)
 

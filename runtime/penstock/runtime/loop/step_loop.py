@@ -139,11 +139,11 @@ class StepLoop:
         return None if plan is None else Planned(plan, now_ns, time.monotonic_ns())
 
     def _next_deadline_ns(self) -> int:
-        """Until then no time limit passes, neither a request's nor a change's, in monotonic ns."""
+        """Say until when no time limit passes, neither a request's nor a change's, in monotonic ns."""
         return min(self._scheduler.next_deadline_ns, self._changes.next_deadline_ns)
 
     def _choose(self) -> None:
-        """Has the tokens of a step with constraints chosen, if its turn has come. Rows whose masks take too
+        """Have the tokens of a step with constraints chosen, if its turn has come. Rows whose masks take too
         long get none.
         """
         put_off = self._steps.choose()

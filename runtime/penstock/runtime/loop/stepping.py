@@ -137,7 +137,7 @@ class Pacer:
         self._decode_ns = median_low(self._decodes)
 
     def max_steps(self, ns_to_deadline: int, steps_ahead: int) -> int:
-        """How many decode steps the next dispatch may hold, at least 1. `steps_ahead` of those already
+        """Tell how many decode steps the next dispatch may hold, at least 1. `steps_ahead` of those already
         dispatched run before it.
         """
         if self._max_steps == 1 or not self._decodes:
@@ -257,7 +257,7 @@ class Steps(Generic[StepT]):
         return len(self._in_flight) >= self._most_in_flight
 
     def max_steps(self, ns_to_deadline: int) -> int:
-        """How many decode steps the next dispatch may hold."""
+        """Tell how many decode steps the next dispatch may hold."""
         steps_ahead = sum(step.planned.plan.num_steps for step in self._in_flight)
         return self._pacer.max_steps(ns_to_deadline, steps_ahead)
 
@@ -278,7 +278,7 @@ class Steps(Generic[StepT]):
         self._in_flight.append(InFlight(planned, step, now_ns, is_constrained=step.awaits_choice))
 
     def choose(self) -> PutOff | None:
-        """Has the tokens chosen of the oldest step with rows under constraints, if they are not chosen yet.
+        """Have the tokens chosen of the oldest step with rows under constraints, if they are not chosen yet.
         All earlier tokens of these rows are committed by then, because the steps ahead of it have no row of
         theirs.
 

@@ -194,8 +194,8 @@ _ON_CHIP = "S(1)"
 
 
 def copied(text: str, arrays: Iterable[jax.ShapeDtypeStruct]) -> list[str]:
-    """Which arrays of these shapes a compiled program, as HLO, copies, converts or transposes as a whole in
-    the device's memory. What happens within a fusion is not in memory.
+    """Tell which arrays of these shapes a compiled program, as HLO, copies, converts or transposes as a whole
+    in the device's memory. What happens within a fusion is not in memory.
     """
     wanted = {",".join(map(str, array.shape)) for array in arrays}
     fused = {match["name"] for match in _CALLED.finditer(text)}

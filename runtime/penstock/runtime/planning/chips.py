@@ -255,6 +255,6 @@ def read_machine(name: str) -> Machine:
 
 
 def all_machines() -> tuple[Machine, ...]:
-    """Each chip as 1, 2, 4 and 8 devices."""
+    """Yield each chip as 1, 2, 4 and 8 devices."""
     sizes = (1, 2, 4, MOST_COMPILED)
     return tuple(Machine(chip, size) for chip in CHIPS.values() for size in sizes)

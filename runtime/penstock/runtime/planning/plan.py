@@ -242,7 +242,7 @@ class _Parts:
         return [(layer, entry) for layer, entry in pairs if not isinstance(entry, SlotState)]
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of cache of a row of so many tokens."""
+        """Count the bytes of cache of a row of so many tokens."""
         page = self.options.page_size
         return sum(
             -(-_seen(tokens, layer.window) // page) * layer.page_bytes(page, self.kv_dtype)
@@ -280,7 +280,7 @@ class _Parts:
         )
 
     def _of_weights(self, tokens: int, rows: int) -> tuple[int, int]:
-        """Bytes of weights that a step reads, and operations with them."""
+        """Count the bytes of weights that a step reads, and operations with them."""
         model = self.model
         num_bytes = operations = 0.0
         plain = leaf_shapes(model, self.dtype)  # codes do not have the shapes of what they stand for
@@ -307,7 +307,7 @@ class _Parts:
 
 
 def _rows_of_table(model: ModelConfig, path: ParamPath) -> int | None:
-    """How many rows a table has of which steps only look up some; None for other leaves."""
+    """Tell how many rows a table has of which steps only look up some; None for other leaves."""
     if path[0] == "embed_tokens":
         return model.vocab_size
     if path[0] == "embed_positions":
@@ -320,7 +320,7 @@ def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _seen(end: int, window: int | None, count: int = 1) -> int:
-    """How many positions before `end` the last `count` tokens attend to, together."""
+    """Tell how many positions before `end` the last `count` tokens attend to, together."""
     return end if window is None else min(end, window + count - 1)
 
 
@@ -343,7 +343,7 @@ def _share_of_experts(layer: LayerConfig) -> float:
 
 
 def _inner_channels(layer: LayerConfig) -> int:
-    """How many inner channels a token has in a layer's MLP and experts, gate and up being one."""
+    """Tell how many inner channels a token has in a layer's MLP and experts, gate and up being one."""
     mlp, experts = layer.mlp, _experts_of(layer)
     dense = mlp.mlp if isinstance(mlp, MLPAndExpertsConfig) else mlp
     of_dense = dense.intermediate_size if isinstance(dense, MLPConfig) else 0

@@ -14,17 +14,17 @@ MAX_BAD_IDS = 100
 
 
 def in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
-    """Whether all ids are from 0 to vocab_size - 1."""
+    """Say whether all ids are from 0 to vocab_size - 1."""
     return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
 
 
 def knows_tokens(sampling: ResolvedSampling, vocab_size: int) -> bool:
-    """Whether the model has all tokens that `sampling` mentions."""
+    """Say whether the model has all tokens that `sampling` mentions."""
     return all(in_vocabulary(ids, vocab_size) for _, ids in _tokens_of(sampling))
 
 
 def _tokens_of(sampling: ResolvedSampling) -> list[tuple[str, Collection[int]]]:
-    """Pairs (field, token ids)."""
+    """Yield pairs (field, token ids)."""
     return [
         ("sampling.allowed_token_ids", sampling.allowed_token_ids),
         ("sampling.logit_bias", [token for token, _ in sampling.logit_bias]),

@@ -17,7 +17,7 @@ Mask = NDArray[np.int32]
 
 
 def mask_words(vocab_size: int) -> int:
-    """Length of a mask, in int32 words."""
+    """Return the length of a mask, in int32 words."""
     return -(-vocab_size // 32)
 
 

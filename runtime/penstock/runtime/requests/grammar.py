@@ -65,22 +65,22 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Match any JSON object."""
         return cls(GrammarKind.JSON_OBJECT)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that the expression matches from end to end."""
+        """Match text that the expression matches from end to end."""
         return cls(GrammarKind.REGEX, pattern)
 
     @classmethod
     def ebnf(cls, text: str) -> Grammar:
-        """Text that the rule `start` (Lark) or `root` (GBNF) derives."""
+        """Match text that the rule `start` (Lark) or `root` (GBNF) derives."""
         return cls(GrammarKind.EBNF, text)
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Grammar:
-        """Exactly one of these strings."""
+        """Match exactly one of these strings."""
         return cls(GrammarKind.CHOICE, tuple(choices))
 
     def _problem(self) -> str:

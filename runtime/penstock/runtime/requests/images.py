@@ -45,7 +45,9 @@ class MediaItem:
         return self.num_tokens - (0 if self.row_tokens is None else self.num_tokens // (self.row_tokens + 1))
 
     def are_embedded(self, first: int, count: int) -> NDArray[np.bool_]:
-        """Which of its tokens [first, first + count) have an embedding, bool[count]; the others are text."""
+        """Tell which of its tokens [first, first + count) have an embedding, bool[count]; the others are
+        text.
+        """
         if self.row_tokens is None:
             return np.ones(count, np.bool_)
         embedded: NDArray[np.bool_] = (
@@ -70,8 +72,8 @@ class RotaryPositions:
 
 
 def digest_of(patches: NDArray[np.float32], grid: tuple[int, int, int]) -> bytes:
-    """BLAKE2b of grid and patches, DIGEST_BYTES long: pictures that the encoder cannot tell apart have the
-    same.
+    """Return the BLAKE2b of grid and patches, DIGEST_BYTES long: pictures that the encoder cannot tell apart
+    have the same.
     """
     digest = blake2b(np.asarray(grid, "<i8").tobytes(), digest_size=DIGEST_BYTES)
     digest.update(np.ascontiguousarray(patches, "<f4").data)

@@ -37,7 +37,7 @@ class Classes:
 
 
 def sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """1 / (1 + exp(-x)), also where exp(-x) is beyond any float."""
+    """Compute 1 / (1 + exp(-x)), also where exp(-x) is beyond any float."""
     return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))
 
 

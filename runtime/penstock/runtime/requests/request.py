@@ -346,7 +346,7 @@ class PreparedPrompt:
     """The bad words of `sampling` that have several tokens."""
 
     def covers(self, sampling: ResolvedSampling) -> bool:
-        """Whether what was made of this value's `sampling` can be used for `sampling`."""
+        """Say whether what was made of this value's `sampling` can be used for `sampling`."""
         return self.sampling is not None and self.sampling.shares_tokens(sampling)
 
 
@@ -382,8 +382,8 @@ def output_seed(seed: int, index: int) -> int:
 
 
 def outputs_of(request: Request, n: int, constraints: Sequence[TokenConstraint] = ()) -> list[Request]:
-    """One request for each output, to be submitted in this order. `constraints` is empty, or has one for each
-    output.
+    """Make one request for each output, to be submitted in this order. `constraints` is empty, or has one for
+    each output.
 
     Only the first output has log-probabilities of the prompt.
     """

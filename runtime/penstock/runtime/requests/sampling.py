@@ -128,7 +128,7 @@ class ResolvedSampling(SamplingNumbers):
         return twin
 
     def shares_tokens(self, other: ResolvedSampling) -> bool:
-        """Whether both have the very same token fields: `seeded` made one from the other, or both from a
+        """Say whether both have the very same token fields: `seeded` made one from the other, or both from a
         third.
         """
         return (
@@ -179,8 +179,9 @@ class SamplingParams:
     """The only tokens that may be drawn; empty: all."""
 
     def resolved(self, defaults: GenerationDefaults) -> ResolvedSampling:
-        """All values as numbers, those that are None from `defaults`. The bad words are not in it: they are
-        texts, and the engine knows tokens. Raises InvalidRequest with every value that is out of range.
+        """Return all values as numbers, those that are None from `defaults`. The bad words are not in it:
+        they are texts, and the engine knows tokens. Raises InvalidRequest with every value that is out of
+        range.
         """
         given = {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
         bad = [*_number_problems(given), *_kind_problems(self)]
@@ -255,7 +256,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def override_defaults(defaults: GenerationDefaults, override: Mapping[str, Any]) -> GenerationDefaults:
-    """`defaults` with some values replaced; see `read_generation_defaults`."""
+    """Return `defaults` with some values replaced; see `read_generation_defaults`."""
     unknown = sorted(set(override) - {*FIELDS, "do_sample"})
     if unknown:
         raise ConfigError(

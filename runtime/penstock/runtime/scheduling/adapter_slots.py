@@ -25,15 +25,15 @@ class AdapterSlots:
         """The adapters that keep their slots; fewer than there are slots."""
 
     def has(self, digest: str) -> bool:
-        """Whether the adapter is on the device."""
+        """Say whether the adapter is on the device."""
         return digest in self._slots
 
     def num_users(self, digest: str) -> int:
-        """How many running sequences use it."""
+        """Tell how many running sequences use it."""
         return self._users.get(digest, 0)
 
     def can_take(self, digest: str) -> bool:
-        """Whether the adapter is on the device, or there is a slot for it."""
+        """Say whether the adapter is on the device, or there is a slot for it."""
         return digest in self._slots or bool(self._free) or self._leaver() is not None
 
     def take(self, digest: str) -> tuple[int, bool]:

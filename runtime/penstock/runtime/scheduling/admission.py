@@ -113,7 +113,7 @@ class Admission:
                 self._roster.counts.prefix_hit_tokens += seq.num_computed
 
     def make_room(self, draft: Draft) -> None:
-        """Preempts running sequences of lower priority for the first sequence in line, if their pages and
+        """Preempt running sequences of lower priority for the first sequence in line, if their pages and
         slots are enough for it.
         """
         roster = self._roster
@@ -144,7 +144,7 @@ class Admission:
         roster.groups.let_go(prefix)
 
     def _awaits_feature_slot(self, seq: Sequence) -> bool:
-        """Whether the first sequence in line needs a feature slot and has stepped aside because there is
+        """Say whether the first sequence in line needs a feature slot and has stepped aside because there is
         none. It stays in line if a sequence of lower priority has one, because `make_room` takes that as soon
         as there are pages.
         """
@@ -157,7 +157,7 @@ class Admission:
         return True
 
     def _awaits_adapter_slot(self, seq: Sequence) -> bool:
-        """Whether the first sequence in line has stepped aside because its adapter can have no slot, or
+        """Say whether the first sequence in line has stepped aside because its adapter can have no slot, or
         because one before it waits for a slot: it might take the next one that is free for ever.
         """
         if self._roster.has_adapter_slot_for(seq):

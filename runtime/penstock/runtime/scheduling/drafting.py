@@ -97,9 +97,9 @@ class Drafting:
             self._rate = max(self._rate + _LEARN * (record.rate - self._rate), _LEAST_RATE)
 
     def _count(self, candidates: Items[Candidate], num_rows: int, room: int, gain: float) -> int:
-        """How many tokens the draft guesses for each candidate, so that a step brings the most tokens in the
-        time that it takes: as many for each, because the draft guesses for all rows at once. None unless that
-        is `gain` times what a step without guesses brings. Nothing is guessed for a sequence under a
+        """Tell how many tokens the draft guesses for each candidate, so that a step brings the most tokens in
+        the time that it takes: as many for each, because the draft guesses for all rows at once. None unless
+        that is `gain` times what a step without guesses brings. Nothing is guessed for a sequence under a
         constraint, whose masks need its tokens on the host.
         """
         asked = [candidate for candidate in candidates if not candidate.seq.is_constrained]

@@ -17,7 +17,7 @@ BLOCK_TOKENS = 32
 
 
 def blocks_of(num_tokens: int) -> int:
-    """How many blocks hold the embeddings of so many tokens."""
+    """Tell how many blocks hold the embeddings of so many tokens."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
@@ -56,7 +56,7 @@ class PicturePool:
         return self._pictures.get(digest)
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether a picture of so many tokens can be added."""
+        """Say whether a picture of so many tokens can be added."""
         missing = blocks_of(num_tokens) - len(self._free)
         for picture in self._pictures.values():
             if missing <= 0:

@@ -23,7 +23,7 @@ class Load:
 
     @classmethod
     def idle(cls, pages_total: int) -> Load:
-        """Nothing runs or waits, and nothing is cached."""
+        """Return the load of an engine in which nothing runs or waits, and nothing is cached."""
         return cls(
             num_running=0,
             num_waiting=0,

@@ -50,8 +50,9 @@ repeat nothing lose a hundredth of their time, however many they are."""
 
 
 def find(tokens: Tokens, newest: Items[int]) -> int | None:
-    """Where the longest end of `newest` occurs last in `tokens`: the index behind it. None if not even its
-    last _SHORTEST tokens occur. What stands at the end of `tokens`, with nothing behind it, does not count.
+    """Tell where the longest end of `newest` occurs last in `tokens`: the index behind it. None if not even
+    its last _SHORTEST tokens occur. What stands at the end of `tokens`, with nothing behind it, does not
+    count.
     """
     if len(newest) < _SHORTEST:
         return None
@@ -97,7 +98,7 @@ class Pairs:
         self._seen[(first * _MIX + second) & self._mask] = 1
 
     def may_have(self, first: int, second: int) -> bool:
-        """Whether this pair may have been taken in."""
+        """Say whether this pair may have been taken in."""
         return self._seen[(first * _MIX + second) & self._mask] != 0
 
 
@@ -211,7 +212,7 @@ class Copy:
         return self._tokens if self._other is None else self._other
 
     def _find(self, newest: Items[int]) -> int | None:
-        """Where the newest tokens occurred before in the sequence, see `find`."""
+        """Tell where the newest tokens occurred before in the sequence, see `find`."""
         if len(newest) < _SHORTEST or not self._pairs.may_have(newest[-2], newest[-1]):
             return None
         return find(self.tokens, newest)
@@ -401,8 +402,8 @@ class Lookup:
     def _counts(
         self, candidates: Items[Candidate], copies: Items[Copy], num_rows: int, room: int, gain: float
     ) -> list[int]:
-        """How many tokens to propose for each candidate, so that a step brings the most tokens in the time
-        that it takes; none unless that is `gain` times what a step without proposals brings.
+        """Tell how many tokens to propose for each candidate, so that a step brings the most tokens in the
+        time that it takes; none unless that is `gain` times what a step without proposals brings.
         """
         counts = [0] * len(candidates)
         # The next token of any row that is likeliest to be right comes next.

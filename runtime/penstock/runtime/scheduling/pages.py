@@ -25,7 +25,7 @@ from penstock.runtime.scheduling.sequence import PageTable, Sequence
 
 
 def window_pages(window: int, page_size: int) -> int:
-    """How many pages hold a window and the next position, wherever in a page the window begins."""
+    """Tell how many pages hold a window and the next position, wherever in a page the window begins."""
     return -(-window // page_size) + 2
 
 
@@ -105,12 +105,12 @@ class PagePool:
         return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold `num_tokens` positions."""
+        """Tell how many pages hold `num_tokens` positions."""
         return -(-num_tokens // self.page_size)
 
     def can_allocate(self, n: int, beside: Items[int] = ()) -> bool:
-        """Whether `n` pages can be allocated after the pages `beside`, which are held or cached, have been
-        retained.
+        """Say whether `n` pages can be allocated after the pages `beside`, which are held or cached, have
+        been retained.
         """
         left = len(self._free) + len(self._cached) - n
         if left >= len(beside) or left < 0:
@@ -171,7 +171,7 @@ class PagePool:
             self._free.append(self._evict())
 
     def num_released_with(self, holders: Iterable[Iterable[int]]) -> int:
-        """How many pages would have no holder if all of these holders released theirs."""
+        """Tell how many pages would have no holder if all of these holders released theirs."""
         counts = Counter(page for pages in holders for page in pages)
         return sum(self._refcounts[page] == count for page, count in counts.items())
 
@@ -204,7 +204,7 @@ class PagePool:
         return self._keys[page]
 
     def num_holders(self, page: int) -> int:
-        """How many holders a page has."""
+        """Tell how many holders a page has."""
         return self._refcounts[page]
 
     @property
@@ -317,7 +317,7 @@ class PageGroup:
         """Most pages that a sequence needs to hold while it makes one token after the other."""
 
     def num_unread(self, start: int) -> int:
-        """How many leading pages no position from `start` on attends to."""
+        """Tell how many leading pages no position from `start` on attends to."""
         return 0 if self.window is None else max(start - self.behind, 0) // self.pool.page_size
 
     def shared_by(self, prefix: Prefix) -> list[int]:
@@ -326,8 +326,8 @@ class PageGroup:
         return pages if self.window is None else pages[self.num_unread(prefix.num_computed) :]
 
     def num_new(self, seq: Sequence, prefix: Prefix) -> int:
-        """How many pages of its own a sequence enters with: enough for all tokens that are known now (with
-        generated ones, if it resumes). With a window, as many as it can use at a time.
+        """Tell how many pages of its own a sequence enters with: enough for all tokens that are known now
+        (with generated ones, if it resumes). With a window, as many as it can use at a time.
         """
         whole = self.pool.pages_for(len(seq.token_ids)) - prefix.num_pages
         if self.window is None:
@@ -335,7 +335,7 @@ class PageGroup:
         return min(whole, self.max_prefill_pages - len(self.shared_by(prefix)))
 
     def headroom(self, running: Iterable[Sequence]) -> int:
-        """How many pages to leave to the sequences `running` when another one enters: what their next
+        """Tell how many pages to leave to the sequences `running` when another one enters: what their next
         HEADROOM_TOKENS tokens will need beside the pages that they give back meanwhile, but at most one in
         HEADROOM_SHARE of all pages. Without headroom, the next decode that needs a page would preempt the
         sequence that took the last one, and its prefill would be wasted.
@@ -414,8 +414,8 @@ class PageGroups:
     # -- entering and leaving --
 
     def have_room(self, seq: Sequence, prefix: Prefix, running: Iterable[Sequence]) -> bool:
-        """Whether there are enough pages for a sequence that enters behind `prefix`, beside the headroom of
-        those that run.
+        """Say whether there are enough pages for a sequence that enters behind `prefix`, beside the headroom
+        of those that run.
         """
         needs = [(group, group.num_new(seq, prefix), group.shared_by(prefix)) for group in self.all]
         return all(group.pool.can_allocate(num_new, beside=shared) for group, num_new, shared in needs) and (
@@ -456,8 +456,8 @@ class PageGroups:
     def would_have_room(
         self, seq: Sequence, prefix: Prefix, victims: Items[Sequence], staying: Items[Sequence]
     ) -> bool:
-        """Whether a sequence could enter behind `prefix`, which is held, if the sequences `victims` gave back
-        their pages and only those `staying` ran.
+        """Say whether a sequence could enter behind `prefix`, which is held, if the sequences `victims` gave
+        back their pages and only those `staying` ran.
         """
         for group in self.all:
             gained = group.pool.num_released_with(victim.tables[group.index].held for victim in victims)
@@ -475,7 +475,7 @@ class PageGroups:
         return last - last % self.page_size if self._has_state else last
 
     def can_fork(self, source: Sequence) -> bool:
-        """Whether a running sequence has, or will have, all pages that its forks attend to."""
+        """Say whether a running sequence has, or will have, all pages that its forks attend to."""
         start = self.fork_start(source)
         return all(source.tables[g.index].num_dropped <= g.num_unread(start) for g in self.windowed)
 
@@ -493,7 +493,7 @@ class PageGroups:
     # -- growing and giving back --
 
     def can_grow(self, seq: Sequence, end: int) -> bool:
-        """Whether there are pages for a sequence's positions below `end`."""
+        """Say whether there are pages for a sequence's positions below `end`."""
         num_pages = -(-end // self.page_size)
         pairs = zip(self.pools, seq.tables, strict=True)
         return all(pool.can_allocate(max(num_pages - len(table.pages), 0)) for pool, table in pairs)
@@ -513,7 +513,9 @@ class PageGroups:
         return grown
 
     def reachable(self, seq: Sequence) -> int:
-        """How many positions of a sequence the pages cover that it holds and those that are available."""
+        """Tell how many positions of a sequence the pages cover that it holds and those that are
+        available.
+        """
         pairs = zip(self.pools, seq.tables, strict=True)
         return min(len(table.pages) + pool.num_available for pool, table in pairs) * self.page_size
 

@@ -122,7 +122,7 @@ class Windows:
         return plain, single
 
     def could_enter(self, draft: Draft) -> bool:
-        """Whether a waiting sequence can enter in this plan."""
+        """Say whether a waiting sequence can enter in this plan."""
         waiting = self._roster.waiting
         while (first := waiting.first(admit=draft.admit)) is not None:
             if self._admission.may_enter(first, draft) is not None:
@@ -132,9 +132,9 @@ class Windows:
         return False
 
     def _steps_with_pages(self, seqs: list[Sequence], most: int) -> int:
-        """How many steps these sequences can make: at most `most`, at most as many as one of them has tokens
-        to make, and as many as there are pages for without a preemption (perhaps 0), rounded down to a length
-        that windows may have.
+        """Tell how many steps these sequences can make: at most `most`, at most as many as one of them has
+        tokens to make, and as many as there are pages for without a preemption (perhaps 0), rounded down to a
+        length that windows may have.
         """
         groups = self._roster.groups
         num_steps = min(most, max((seq.max_computed - seq.num_computed for seq in seqs), default=1))

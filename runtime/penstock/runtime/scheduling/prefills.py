@@ -116,8 +116,8 @@ class Pictures:
         self._can_cut = can_cut
 
     def can_begin(self, seq: Sequence, start: int, draft: Draft, room: int) -> bool:
-        """Whether the token at position `start` of a sequence can be computed in this plan, which has room
-        for so many tokens more.
+        """Say whether the token at position `start` of a sequence can be computed in this plan, which has
+        room for so many tokens more.
         """
         return all(
             self._can_use(item, draft) and (self._can_cut or item.end - start <= room)
@@ -126,9 +126,9 @@ class Pictures:
         )
 
     def reach(self, seq: Sequence, start: int, end: int, most: int, draft: Draft) -> int:
-        """How far the chunk of a sequence that begins at `start` can go: to `end`, or to the first picture
-        before it that cannot be used in this plan, or that would be cut; or to the end of the picture at
-        `start`, but not beyond `most`. The pictures up to there are encoded by the plan if they are not in
+        """Tell how far the chunk of a sequence that begins at `start` can go: to `end`, or to the first
+        picture before it that cannot be used in this plan, or that would be cut; or to the end of the picture
+        at `start`, but not beyond `most`. The pictures up to there are encoded by the plan if they are not in
         the pool, and the sequence holds the one that it leaves unfinished.
         """
         cut = next((item for item in seq.request.media if item.start < end < item.end), None)
@@ -159,8 +159,8 @@ class Pictures:
         return end
 
     def rows(self, seq: Sequence, start: int, end: int, row: int) -> list[PictureRows]:
-        """Where the embeddings of the pictures lie that the positions [start, end) of a sequence have, in row
-        number `row` of the plan.
+        """Tell where the embeddings of the pictures lie that the positions [start, end) of a sequence have,
+        in row number `row` of the plan.
         """
         found = []
         for item in seq.request.media:
@@ -306,7 +306,7 @@ class Prefills:
         return min(budget, wanted - num_decodes)
 
     def _room(self, draft: Draft) -> int:
-        """How many tokens the step has room for beside the decodes that it has."""
+        """Tell how many tokens the step has room for beside the decodes that it has."""
         num_decodes = len(draft.rows)  # or more, where tokens are proposed for them
         if draft.proposed:
             num_decodes = sum(row.num_tokens for row in draft.rows)
@@ -327,7 +327,7 @@ class Prefills:
         return end - start
 
     def _publish(self, seq: Sequence) -> None:
-        """Lets others share what a prefill has computed."""
+        """Let others share what a prefill has computed."""
         roster, end = self._roster, seq.num_computed
         if end >= seq.sharing.publish_at:
             roster.cache.publish(seq, end)

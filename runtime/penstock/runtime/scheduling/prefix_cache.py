@@ -67,7 +67,7 @@ class PrefixCache:
         self._promising: dict[Sequence, None] = {}  # running prefills with pages to publish, oldest first
 
     def serves(self, request: Request) -> bool:
-        """Whether a request may share pages by this cache, and adds its own to it."""
+        """Say whether a request may share pages by this cache, and adds its own to it."""
         return self._enabled and not request.cache.bypass
 
     def keys_of(self, request: Request) -> list[bytes]:
@@ -201,7 +201,7 @@ class PrefixCache:
         self._waiting.happened(seq)
 
     def flush(self) -> FlushedPages:
-        """Forgets all prefixes, for example because the weights have changed. Running sequences must `leave`
+        """Forget all prefixes, for example because the weights have changed. Running sequences must `leave`
         before: they hold KV from before the flush, and must not publish it.
         """
         return self._groups.forget_keys()
@@ -253,7 +253,7 @@ def _pictures_of(request: Request, start: int, page_size: int) -> bytes:
 
 
 def _num_common(keys: list[bytes], others: list[bytes], most: int) -> int:
-    """How many of the first `most` keys are equal in both lists. Keys are chained, so after the first
+    """Tell how many of the first `most` keys are equal in both lists. Keys are chained, so after the first
     difference all differ, and a binary search finds it.
     """
     low, high = 0, most

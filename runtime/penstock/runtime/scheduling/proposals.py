@@ -48,7 +48,9 @@ class Proposer(Protocol):
         ...
 
     def is_due(self, candidates: Items[Candidate], num_rows: int, room: int) -> bool:
-        """Whether it pays to wait for the steps in flight, so that tokens can be proposed behind theirs."""
+        """Say whether it pays to wait for the steps in flight, so that tokens can be proposed behind
+        theirs.
+        """
         ...
 
     def measured(self, num_rows: int, num_proposed: int, elapsed_ns: float) -> None:
@@ -69,7 +71,7 @@ class Proposals:
         self._proposer = proposer
 
     def is_due(self) -> bool:
-        """Whether to make no plan until the steps in flight are committed. See `Proposer.is_due`."""
+        """Say whether to make no plan until the steps in flight are committed. See `Proposer.is_due`."""
         candidates, num_rows, room = self._candidates()
         return bool(candidates) and self._proposer.is_due(candidates, num_rows, room)
 
@@ -132,7 +134,9 @@ class Proposals:
         return tuple(tokens)
 
     def _have_pages(self, proposed: dict[Sequence, tuple[int, ...]]) -> bool:
-        """Whether all decodes can have the pages of their next positions, with those of their proposals."""
+        """Say whether all decodes can have the pages of their next positions, with those of their
+        proposals.
+        """
         groups, needed = self._roster.groups, 0
         for seq in self._roster.running:
             if not seq.sits_out:

@@ -73,7 +73,7 @@ class Roster:
         self._num_arrived: dict[str, int] = {}  # outputs so far of the requests that have active ones
 
     def has_outputs(self, request_id: str) -> bool:
-        """Whether any output of this request is active."""
+        """Say whether any output of this request is active."""
         return request_id in self._outputs
 
     def requests(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class Roster:
         return self._active.get(request_id)
 
     def active(self) -> list[Sequence]:
-        """All running and waiting sequences, in order of arrival."""
+        """List all running and waiting sequences, in order of arrival."""
         return list(self._active.values())
 
     def oldest(self, most: int) -> list[Sequence]:
@@ -106,12 +106,12 @@ class Roster:
         return len(self._free_slots)
 
     def has_feature_slot_for(self, seq: Sequence) -> bool:
-        """Whether a feature slot is free, or the sequence needs none."""
+        """Say whether a feature slot is free, or the sequence needs none."""
         return bool(self._free_feature_slots) or not seq.needs_feature_slot
 
     def has_adapter_slot_for(self, seq: Sequence) -> bool:
-        """Whether the adapter of the sequence is on the device or can have a slot there, and nobody before it
-        waits for one; true if it needs none.
+        """Say whether the adapter of the sequence is on the device or can have a slot there, and nobody
+        before it waits for one; true if it needs none.
         """
         digest = seq.request.adapter_digest
         if not digest:
@@ -147,7 +147,7 @@ class Roster:
         return None
 
     def has_forks(self, source: Sequence) -> bool:
-        """Whether forks wait, or are still to come, that could begin with the prompt of this running
+        """Say whether forks wait, or are still to come, that could begin with the prompt of this running
         sequence.
         """
         name, prompt = request_id_of(source.request_id), source.request.prompt_token_ids
@@ -160,8 +160,8 @@ class Roster:
         )
 
     def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
-        """Whether the slots that a sequence needs are free, and its own pages beside the shared ones and the
-        headroom of the running sequences.
+        """Say whether the slots that a sequence needs are free, and its own pages beside the shared ones and
+        the headroom of the running sequences.
         """
         if not (self._free_slots and self.has_feature_slot_for(seq) and self.has_adapter_slot_for(seq)):
             return False
@@ -251,7 +251,7 @@ class Roster:
             seq.picture = None
 
     def forget_pictures(self) -> None:
-        """Forgets all embeddings of pictures: new weights would make others. Sequences in the midst of a
+        """Forget all embeddings of pictures: new weights would make others. Sequences in the midst of a
         picture have it encoded again.
         """
         for seq in self.running:

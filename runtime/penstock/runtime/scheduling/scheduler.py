@@ -114,8 +114,8 @@ class Endings:
         ]
 
     def has_finished(self, request_id: str) -> bool:
-        """Whether an output of this id ended, in any way, among the last FINISHED_MEMORY, and the id is not
-        in use again.
+        """Say whether an output of this id ended, in any way, among the last FINISHED_MEMORY, and the id is
+        not in use again.
         """
         return request_id in self._finished and self._roster.find(request_id) is None
 
@@ -184,7 +184,7 @@ class Commits:
         """Step id to plan."""
 
     def __bool__(self) -> bool:
-        """Whether any plan is not committed yet."""
+        """Say whether any plan is not committed yet."""
         return bool(self._plans)
 
     @property
@@ -367,7 +367,7 @@ def _ending(
     verdicts: Verdicts,
     row: int,
 ) -> _Ending | None:
-    """How a sequence that had `before` tokens ends with these new ones; None if it goes on.
+    """Tell how a sequence that had `before` tokens ends with these new ones; None if it goes on.
 
     The sequence's own stop rules are checked first, then the row's `error`, then the constraint's verdict: a
     constraint is not asked where the row has an error.
@@ -480,7 +480,7 @@ class Scheduler:
         return Sequence(request, list(prompt), len(prompt), rules, now_ns, Sharing(list(page_keys)))
 
     def queue(self, seq: Sequence) -> None:
-        """Queues a sequence that `prepare` made; each may be queued once. Raises DuplicateRequestId or
+        """Queue a sequence that `prepare` made; each may be queued once. Raises DuplicateRequestId or
         QueueFull.
         """
         config, roster, request = self.config, self.roster, seq.request
@@ -505,9 +505,9 @@ class Scheduler:
         prefill_budget: int | None = None,
         apart_steps: int = 0,
     ) -> Plan | None:
-        """Plans the next step, or a window of up to `max_steps` decode steps; None if nothing can be computed
-        now, or if the plans in flight are to be committed first. Every plan must be committed exactly once,
-        in the order in which plans were made.
+        """Plan the next step, or a window of up to `max_steps` decode steps; return None if nothing can be
+        computed now, or if the plans in flight are to be committed first. Every plan must be committed
+        exactly once, in the order in which plans were made.
 
         `prefill_budget` bounds the prompt tokens of a step that also has decodes. The bound is multiplied by
         the square root of the number of prompts that could be computed in the step, and at least one token is
@@ -544,7 +544,7 @@ class Scheduler:
         return plan
 
     def _awaits_commit(self) -> bool:
-        """Whether no plan is made before the plans in flight are committed, because of proposals."""
+        """Say whether no plan is made before the plans in flight are committed, because of proposals."""
         if self._proposals is None or not self._commits:
             return False
         return self._commits.has_proposed or self._proposals.is_due()
@@ -632,8 +632,8 @@ class Scheduler:
         return self._endings.next_deadline_ns
 
     def finished(self, request_id: str) -> bool:
-        """Whether an output of this id ended, in any way, among the last FINISHED_MEMORY, and the id is not
-        in use again.
+        """Say whether an output of this id ended, in any way, among the last FINISHED_MEMORY, and the id is
+        not in use again.
         """
         return self._endings.has_finished(request_id)
 
@@ -668,7 +668,7 @@ class Scheduler:
         self.roster.waiting.happened(ADAPTER_SLOT)
 
     def flush_prefix_cache(self) -> FlushedPages:
-        """Forgets all cached prefixes. Pages that running requests hold stay theirs, and are not shared with
+        """Forget all cached prefixes. Pages that running requests hold stay theirs, and are not shared with
         any new request.
         """
         for seq in self.roster.running:
@@ -718,11 +718,11 @@ class Scheduler:
         return tuple(seq.request_id for seq in self.roster.outputs_of(request_id))
 
     def oldest(self, most: int) -> list[OutputStatus]:
-        """Where the outputs stand that arrived first, at most so many."""
+        """Tell where the outputs stand that arrived first, at most so many."""
         return [status_of(seq) for seq in self.roster.oldest(most)]
 
     def load(self) -> Load:
-        """How busy the scheduler is."""
+        """Tell how busy the scheduler is."""
         return self.roster.load()
 
     def totals(self) -> Totals:

@@ -161,8 +161,8 @@ class SchedulerConfig:
         return sum(group.num_pages for group in self.groups)
 
     def max_prefill_pages(self, group: GroupLimits) -> int:
-        """Most pages of a group that a sequence holds while it is prefilled. With a window these are the
-        pages of a chunk and of what the chunk attends to, wherever in a page they begin.
+        """Return the most pages of a group that a sequence holds while it is prefilled. With a window these
+        are the pages of a chunk and of what the chunk attends to, wherever in a page they begin.
         """
         if group.window is None:
             return group.num_pages
@@ -178,7 +178,7 @@ class SchedulerConfig:
         )
 
     def context_limit(self, request: Request) -> int:
-        """Most tokens, prompt and generated, that a request may reach. Raises PromptTooLong or
+        """Return the most tokens, prompt and generated, that a request may reach. Raises PromptTooLong or
         ExceedsKVCapacity, or InvalidRequest for a picture that is too large.
 
         The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
@@ -221,9 +221,9 @@ class SchedulerConfig:
 
 
 def capacity_tokens(num_pages: int, page_size: int, sliding_window: int | None, max_model_len: int) -> int:
-    """Most positions of one request, at most `max_model_len`, for which `num_pages` pages are enough. If the
-    pages hold the sliding window and one page more, wherever in a page the window begins, there is no limit
-    but `max_model_len`, because pages out of the window are given back.
+    """Return the most positions of one request, at most `max_model_len`, for which `num_pages` pages are
+    enough. If the pages hold the sliding window and one page more, wherever in a page the window begins,
+    there is no limit but `max_model_len`, because pages out of the window are given back.
     """
     capacity = num_pages * page_size
     if sliding_window is not None and num_pages >= window_pages(sliding_window, page_size):

@@ -172,14 +172,14 @@ class PromptValues:
             self._num_known = known
 
     def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Hands out the log-probabilities. All of them are known when the last chunk is committed."""
+        """Hand out the log-probabilities. All of them are known when the last chunk is committed."""
         taken, self._logprobs = tuple(self._logprobs), []
         return taken
 
     # -- the embedding --
 
     def plan_pooling(self, start: int, end: int) -> int | None:
-        """Plans to add up hidden states of a chunk, the positions from `start` to `end`. Returns how many of
+        """Plan to add up hidden states of a chunk, the positions from `start` to `end`. Return how many of
         its first ones are left out; None if all are.
         """
         first = max(self._num_planned, start)

@@ -143,8 +143,8 @@ class Snapshots:
         self._holders[seq] = None
 
     def flush(self) -> None:
-        """Forgets all snapshots, for example because the weights have changed. Sequences that begin behind
-        one may still do so.
+        """Forget all snapshots, for example because the weights have changed. Sequences that begin behind one
+        may still do so.
         """
         self._pool.release([entry for entry, _ in self._written])
         self._written.clear()

@@ -37,7 +37,7 @@ class OutputStatus:
 
 
 def status_of(seq: Sequence) -> OutputStatus:
-    """Where an active sequence stands."""
+    """Tell where an active sequence stands."""
     if seq.status is not Status.RUNNING:
         phase = Phase.WAITING
     else:

@@ -42,7 +42,7 @@ class Waiting:
         return self._num
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All waiting sequences, in order of rank. This sorts them, so it is not for every step."""
+        """Yield all waiting sequences, in order of rank. This sorts them, so it is not for every step."""
         aside = [seq for event, seqs in self._aside.items() for seq in seqs if seq.awaits == event]
         return iter(sorted([*self._new, *self._started, *aside], key=rank_of))
 
@@ -57,15 +57,15 @@ class Waiting:
         return bool(self._aside)
 
     def num_aside(self, event: Hashable) -> int:
-        """How many sequences have stepped aside for this event."""
+        """Tell how many sequences have stepped aside for this event."""
         return sum(seq.awaits == event for seq in self._aside.get(event, ()))
 
     def is_aside_before(self, event: Hashable, seq: Sequence) -> bool:
-        """Whether a sequence that ranks before `seq` has stepped aside for this event."""
+        """Say whether a sequence that ranks before `seq` has stepped aside for this event."""
         return any(other.awaits == event and other.rank < seq.rank for other in self._aside.get(event, ()))
 
     def num_in_line(self, *, admit: bool = True) -> int:
-        """How many sequences stand in line; with `admit` false, how many whose requests have started."""
+        """Tell how many sequences stand in line; with `admit` false, how many whose requests have started."""
         return len(self._started) + (len(self._new) if admit else 0)
 
     def first(self, *, admit: bool = True) -> Sequence | None:
@@ -104,7 +104,7 @@ class Waiting:
         self.num_started += 1
 
     def step_aside(self, seq: Sequence, event: Hashable) -> None:
-        """Lets all others pass a sequence that stands in line, until `event` happens."""
+        """Let all others pass a sequence that stands in line, until `event` happens."""
         self._leave_line(seq)
         seq.awaits = event
         self._aside.setdefault(event, []).append(seq)
