@@ -89,7 +89,7 @@ def build(
     backend: Backend | None = None,
     log_of_calls: DispatchLog | None = None,
 ) -> EngineParts:
-    """Sizes the KV cache and everything that depends on it, and makes the parts. ConfigError if the options
+    """Size the KV cache and everything that depends on it, and make the parts. ConfigError if the options
     cannot be met. `backend` None: the backend of the device that holds the model's weights. `log_of_calls`:
     takes the runner's calls, for followers.
     """
@@ -204,7 +204,7 @@ def longest_shapes(
 def kv_plan(
     model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, *, device_bytes: int | None
 ) -> KVPlan:
-    """How large the cache is, see `plan_kv`."""
+    """Tell how large the cache is, see `plan_kv`."""
     cache = model.cache
     return plan_kv(
         config,
@@ -288,7 +288,7 @@ def _proposer(config: ResolvedConfig, cache: CacheSpec) -> Proposer | None:
 
 
 def _drafted_tokens(config: ResolvedConfig) -> int:
-    """Most tokens that are guessed on the device for a row in a step; 0 where none are."""
+    """Return the most tokens that are guessed on the device for a row in a step; 0 where none are."""
     return config.max_proposed_tokens or 0 if config.speculation in ON_DEVICE else 0
 
 
@@ -349,9 +349,9 @@ def with_whole_texts(model: ServedModel, options: EngineConfig, backend: Backend
 def _free_bytes(
     model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, backend: Backend
 ) -> int | None:
-    """How many bytes the device has left for the KV cache; None if it does not report that, or if the options
-    say how large the cache is. State that is made only for this measures the scratch memory of programs,
-    because it is made for one context length, which depends on the cache.
+    """Tell how many bytes the device has left for the KV cache; None if it does not report that, or if the
+    options say how large the cache is. State that is made only for this measures the scratch memory of
+    programs, because it is made for one context length, which depends on the cache.
     """
     if config.kv_cache_bytes is not None or backend.memory() is None:
         return None
@@ -491,7 +491,7 @@ LOCK_WAIT_S = 0.5
 
 
 def measure(parts: EngineParts, core: EngineCore, journal: Journal, registry: Registry) -> EngineMeters:
-    """Begins to fold the journal into the registry, which shows all metrics of the engine from now on."""
+    """Begin to fold the journal into the registry, which shows all metrics of the engine from now on."""
     sources = Sources(
         load=_load_of(core),
         totals=core.totals,
@@ -506,8 +506,8 @@ def measure(parts: EngineParts, core: EngineCore, journal: Journal, registry: Re
 
 
 def _load_of(core: EngineCore) -> Callable[[], Load]:
-    """Says how busy the engine is, or was when that could be asked last: metrics are shown also while a
-    thread hangs with the engine's lock.
+    """Say how busy the engine is, or was when that could be asked last: metrics are shown also while a thread
+    hangs with the engine's lock.
     """
     latest = core.load()
 

@@ -166,7 +166,7 @@ class RequestRules:
             raise InvalidRequest(bad)
 
     def _check_media(self, request: Request) -> None:
-        """Refuses what would raise on the engine's thread, and so end the engine for all."""
+        """Refuse what would raise on the engine's thread, and so end the engine for all."""
         if self._vision is None:
             raise InvalidRequest([Violation("media", "the model reads no pictures")])
         found = (self._vision.problem(item, self._max_image_tokens) for item in request.media)
@@ -344,7 +344,7 @@ class Engine(EngineCore):
         return self.runner.compiles_after_warmup.count
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(checkpoint name, dtype, shape) of every weight, as `update_weights` takes them."""
+        """Return (checkpoint name, dtype, shape) of every weight, as `update_weights` takes them."""
         tensors = () if self._model.rules is None else self._model.rules.tensors
         return [(spec.name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in tensors]
 
@@ -404,8 +404,8 @@ class Engine(EngineCore):
         super().submit(self._rules.apply(request, prepared), sink, prepared)
 
     def set_sampling_params_callback(self, callback: SamplingCallback | None) -> None:
-        """From the next request on, `callback` has its say in the sampling of every request; None: nobody
-        has. Any thread may call it at any time.
+        """Give `callback` its say in the sampling of every request from the next one on; None: nobody has.
+        Any thread may call it at any time.
         """
         self._rules.callback = callback
 
@@ -503,7 +503,7 @@ class Engine(EngineCore):
         show_progress: bool | None = None,
         **options: Unpack[PromptOptions],
     ) -> Generation | list[Generation]:
-        """Goes on with a prompt, a text or token ids, and returns when its outputs have ended.
+        """Go on with a prompt, a text or token ids, and return when its outputs have ended.
 
         Of a list of prompts it returns as many generations, in the same order. As many prompts as keep the
         engine busy run at once, so a list may be longer than the engine's queue. The first error ends them
@@ -518,7 +518,7 @@ class Engine(EngineCore):
             return stream.result()
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[PromptOptions]) -> GenerationStream:
-        """Goes on with one prompt, and yields what is new as it comes. Use it in a `with` block, or close it:
+        """Go on with one prompt, and yield what is new as it comes. Use it in a `with` block, or close it:
         that ends the request. What is refused raises here, before the first delta.
         """
         return GenerationStream(self, prompt_job(self, prompt, options))
@@ -548,7 +548,7 @@ class Engine(EngineCore):
         continuations: Sequence[str] | Sequence[Sequence[int]],
         **options: Unpack[ReadingOptions],
     ) -> list[Score]:
-        """Tells how likely the model finds each continuation of a prompt, token by token. Nothing is
+        """Tell how likely the model finds each continuation of a prompt, token by token. Nothing is
         generated. A continuation of text is tokenized alone, without special tokens.
         """
         return score(self, prompt, continuations, options)
@@ -561,7 +561,7 @@ class Engine(EngineCore):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         keep: int | None = None,
     ) -> ProfileRun:
-        """Begins to record what host and device do in the next `steps` steps, or until `timeout_s` seconds
+        """Begin to record what host and device do in the next `steps` steps, or until `timeout_s` seconds
         have passed. Returns when the recording has begun; `ProfileRun.result` waits for the files.
 
         They are written to a folder of their own in `folder`, of which the newest `keep` stay; None: all.

@@ -14,7 +14,7 @@ from penstock.runtime.errors import EngineFailure, GenerationError, GroupEnded
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an error on one line, even if the error cannot be printed."""
+    """Write type and text of an error on one line, even if the error cannot be printed."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 

@@ -41,7 +41,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """As `read_json`, of a file that must hold an object."""
+    """Do the same as `read_json`, of a file that must hold an object."""
     data = read_json(file)
     if not isinstance(data, dict):
         raise ConfigError(f"{file} must hold a JSON object, not {type(data).__name__}")

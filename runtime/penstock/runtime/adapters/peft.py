@@ -82,7 +82,7 @@ class LoraConfig:
         return int(_by_pattern(self.ranks, name, self.rank))
 
     def scaling_of(self, name: str) -> float:
-        """By what the product of a layer's matrices is multiplied."""
+        """Return by what the product of a layer's matrices is multiplied."""
         rank, alpha = self.rank_of(name), float(_by_pattern(self.alphas, name, self.alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -153,7 +153,7 @@ def _check_pattern(field: str, pattern: str) -> None:
 
 
 def _num_choices(pattern: str) -> int:
-    """In how many ways the alternatives of a pattern can be combined, at most."""
+    """Count in how many ways the alternatives of a pattern can be combined, at most."""
     product, bars = 1, [0]
     for char in pattern:
         if char == "(":
@@ -291,7 +291,7 @@ class AdapterReader:
         )
 
     def _check(self, config: LoraConfig, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Half:
-        """Which matrix a tensor is. AdapterFormatError if its name, shape or dtype cannot be right."""
+        """Tell which matrix a tensor is. AdapterFormatError if its name, shape or dtype cannot be right."""
         half = self._half(config, name)
         rank, columns = config.rank_of(half.layer), max(1, len(half.experts))
         side_by_side = [self._model.layers[each] for each in (half.experts or ((half.layer,),))[0]]
@@ -384,7 +384,7 @@ def _finite(name: str, tensor: NDArray[np.generic]) -> NDArray[np.float32]:
 
 
 def _ends_in(name: str, ends: Iterable[str]) -> bool:
-    """Whether a name is one of these, or ends in one after a dot."""
+    """Say whether a name is one of these, or ends in one after a dot."""
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 

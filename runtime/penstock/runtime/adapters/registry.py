@@ -137,7 +137,7 @@ class AdapterRegistry:
             return self._info(name)
 
     def list(self) -> tuple[AdapterInfo, ...]:
-        """All adapters that are in memory or being read, by name. Those of `adapter_dir` that nobody has
+        """List all adapters that are in memory or being read, by name. Those of `adapter_dir` that nobody has
         named yet are not.
         """
         with self._lock:
@@ -164,7 +164,7 @@ class AdapterRegistry:
         return self._load(name, folder, pinned=False, replace=False, may_leave=True)[0]
 
     def _folder(self, name: str) -> Path:
-        """Where `adapter_dir` has an adapter of this name. UnknownAdapterError if it has none."""
+        """Tell where `adapter_dir` has an adapter of this name. UnknownAdapterError if it has none."""
         if self._reader is None:
             raise self._off()
         folder = self._limits.adapter_dir
@@ -177,7 +177,9 @@ class AdapterRegistry:
     def _load(
         self, name: str, source: Path | AdapterTensors, *, pinned: bool, replace: bool, may_leave: bool
     ) -> tuple[AdapterWeights, AdapterInfo]:
-        """`may_leave`: a request has named it. Then nothing is read if the name has come meanwhile."""
+        """Read an adapter. `may_leave`: a request has named it. Then nothing is read if the name has come
+        meanwhile.
+        """
         if self._reader is None:
             raise self._off()
         check_name(name)

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 
 def cut_into_patches(pixels: NDArray[np.float32], patch: int, merge: int) -> NDArray[np.float32]:
-    """Pixels [channels, height, width] -> patches [N, channels * patch^2], those of a square of merge x merge
-    patches side by side, and squares row by row.
+    """Cut pixels [channels, height, width] -> patches [N, channels * patch^2], those of a square of merge x
+    merge patches side by side, and squares row by row.
     """
     channels, height, width = pixels.shape
     tiled = pixels.reshape(

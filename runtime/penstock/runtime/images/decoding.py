@@ -104,7 +104,7 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height by the first chunk of a WebP file (RFC 9649)."""
+    """Read width and height by the first chunk of a WebP file (RFC 9649)."""
     kind, body = data[12:16], data[20:30]
     if len(body) == 10:
         if kind == b"VP8X":

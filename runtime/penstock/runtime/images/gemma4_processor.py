@@ -69,8 +69,8 @@ class Gemma4Processor:
         self._before, self._behind = ((token,) for token in around)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """How many tokens take the place of the token of a picture of so many pixels. Raises BadImage for one
-        that is too narrow.
+        """Tell how many tokens take the place of the token of a picture of so many pixels. Raises BadImage
+        for one that is too narrow.
         """
         # It takes long to import, and only this kind of model needs it.
         from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4  # noqa: PLC0415

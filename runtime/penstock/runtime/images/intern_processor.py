@@ -66,7 +66,7 @@ class InternProcessor:
         }
 
     def num_tokens(self, width: int, height: int) -> int:
-        """How many tokens take the place of the token of a picture of so many pixels."""
+        """Tell how many tokens take the place of the token of a picture of so many pixels."""
         tiles = self._processor.get_number_of_image_patches(height, width, self._options)
         return int(tiles) * self._per_tile + 2
 

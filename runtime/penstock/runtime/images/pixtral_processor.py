@@ -58,14 +58,14 @@ class PixtralProcessor:
         return self._patch_size * self._merge_size
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """How many rows of how many tokens a picture of so many pixels has."""
+        """Tell how many rows of how many tokens a picture of so many pixels has."""
         ratio = max(1.0, height / self._longest, width / self._longest)
         rows, columns = (-(-math.floor(size / ratio) // self._token_side) for size in (height, width))
         return rows, columns
 
     def num_tokens(self, width: int, height: int) -> int:
-        """How many tokens take the place of the token of a picture of so many pixels. Raises BadImage for one
-        that is too narrow.
+        """Tell how many tokens take the place of the token of a picture of so many pixels. Raises BadImage
+        for one that is too narrow.
         """
         rows, columns = self._grid(width, height)
         if not rows or not columns:
@@ -93,5 +93,5 @@ class PixtralProcessor:
 
 
 def _most_on_a_side(max_tokens: int) -> int:
-    """How many tokens a square picture may have on a side, whose rows have one token of text each."""
+    """Tell how many tokens a square picture may have on a side, whose rows have one token of text each."""
     return (math.isqrt(4 * max_tokens + 1) - 1) // 2

@@ -58,7 +58,9 @@ class QwenProcessor:
         self._size = {"shortest_edge": min(least, largest), "longest_edge": min(most, largest)}
 
     def num_tokens(self, width: int, height: int) -> int:
-        """How many tokens a picture of so many pixels has. Raises BadImage for one that is too narrow."""
+        """Tell how many tokens a picture of so many pixels has. Raises BadImage for one that is too
+        narrow.
+        """
         least, most = self._size["shortest_edge"], self._size["longest_edge"]
         try:
             patches = self._processor.get_number_of_image_patches(

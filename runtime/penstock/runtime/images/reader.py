@@ -42,7 +42,9 @@ class Processor(Protocol):
     """Makes patches of pictures. Each kind of encoder has one (`processors`)."""
 
     def num_tokens(self, width: int, height: int) -> int:
-        """How many tokens take the place of the token of a picture of so many pixels. Raises BadImage."""
+        """Tell how many tokens take the place of the token of a picture of so many pixels. Raises
+        BadImage.
+        """
         ...
 
     def process(self, image: PilImage) -> Sequence[Part]:

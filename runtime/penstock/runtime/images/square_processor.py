@@ -42,7 +42,7 @@ class SquareProcessor:
         self._kernel = self._side // tokens_per_side
 
     def num_tokens(self, width: int, height: int) -> int:
-        """How many tokens a picture has, whatever its size."""
+        """Tell how many tokens a picture has, whatever its size."""
         return self._num_tokens
 
     def process(self, image: PilImage) -> list[Part]:

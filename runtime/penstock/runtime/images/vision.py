@@ -44,8 +44,8 @@ class Vision:
     """Why the encoder cannot take a picture of this grid; None if it can."""
 
     def problem(self, item: MediaItem, max_tokens: int) -> str | None:
-        """Why the encoder cannot take a picture, of which `max_tokens` are the most that it may have; None if
-        it can.
+        """Say why the encoder cannot take a picture, of which `max_tokens` are the most that it may have;
+        None if it can.
         """
         most = max_tokens if self.most_tokens is None else min(max_tokens, self.most_tokens)
         if item.num_tokens > most:

@@ -94,7 +94,7 @@ class Batch:
             self._bar.update()
 
     def results(self) -> list[Generation]:
-        """One for each job, in their order."""
+        """Return one result for each job, in their order."""
         return [self._ended[number] for number in range(len(self._jobs))]
 
     def close(self) -> None:

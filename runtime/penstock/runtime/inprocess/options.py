@@ -150,7 +150,7 @@ def _given(options: RequestOptions) -> dict[str, Any]:
 
 
 def _check(engine: TextEngine, job: Job) -> None:
-    """Whether this engine can do it."""
+    """Say whether this engine can do it."""
     if job.priority and engine.config.scheduling_policy != "priority":
         raise UnsupportedFeature(["priority"], 'the scheduling policy is not "priority"')
     if (job.grammar is not None or job.calls_enforced_by) and engine.grammars is None:
@@ -218,7 +218,7 @@ def prompt_of(prompt: Any, media: Any = ()) -> Prompt:
 
 
 def is_list_of_prompts(prompt: Prompts) -> bool:
-    """Whether it is several prompts and not one. An empty sequence is one prompt, without tokens."""
+    """Say whether it is several prompts and not one. An empty sequence is one prompt, without tokens."""
     return not isinstance(prompt, str) and len(prompt) > 0 and not hasattr(prompt[0], "__index__")
 
 

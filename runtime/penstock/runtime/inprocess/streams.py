@@ -68,7 +68,7 @@ class OutputSoFar:
         self.finish, self.timing = delta.finish, delta.timing
 
     def whole(self, index: int, *, has_logprobs: bool) -> Output:
-        """All of it, once it has ended."""
+        """Return all of it, once it has ended."""
         assert self.finish is not None, "an output that has not ended is not whole"
         assert self.timing is not None, "an end has its timing"
         return Output(
@@ -138,8 +138,8 @@ class RunningRequest:
         return delta if _says_something(delta) else None
 
     def leave(self) -> None:
-        """Nobody reads any more: whatever still runs is cancelled, and the id may be used again. May be
-        called twice.
+        """Stop reading: whatever still runs is cancelled, and the id may be used again. May be called
+        twice.
         """
         try:
             self._to_leave.pop()  # by one thread only, without a lock
@@ -164,7 +164,7 @@ class RunningRequest:
         )
 
     def generation(self) -> Generation:
-        """All of the request, once every output has ended."""
+        """Return all of the request, once every output has ended."""
         times = [so_far.timing for so_far in self._outputs if so_far.timing is not None]
         timing = merged_timing(times)
         assert timing is not None, "every output has ended"
@@ -213,7 +213,7 @@ class Progress:
         return self._begun().prompt
 
     def text(self, index: int = 0) -> str:
-        """All text of one output so far; the other methods likewise."""
+        """Return all text of one output so far; the other methods likewise."""
         return "".join(self._begun().so_far(index).pieces)
 
     def reasoning(self, index: int = 0) -> str:
@@ -322,11 +322,11 @@ class Inbox:
         self._changed.set()
 
     def wake(self) -> None:
-        """Whoever waits looks again whether there is anything to wait for."""
+        """Let whoever waits look again whether there is anything to wait for."""
         self._changed.set()
 
     async def wait(self) -> None:
-        """Until there is an item, or `wake` was called."""
+        """Wait until there is an item, or `wake` was called."""
         await self._changed.wait()
         self._changed.clear()
 
@@ -347,7 +347,7 @@ class _Slot:
 
 
 def sinks(switchboard: Switchboard, inbox: Inbox, number: int = 0) -> SinkOf:
-    """Sinks that bring the outputs of the request of a number to the inbox."""
+    """Yield sinks that bring the outputs of the request of a number to the inbox."""
 
     def sink_of(index: int) -> Sink:
         slot = _Slot(inbox, (number, index))
@@ -372,8 +372,8 @@ class AsyncGenerationStream(Progress, AsyncIterator[Delta]):
         self._closed = False
 
     async def _begin(self) -> RunningRequest | None:
-        """Tokenizes the prompt on another thread and submits the request, unless that was done. None where
-        the stream was closed meanwhile.
+        """Tokenize the prompt on another thread and submit the request, unless that was done. Return None
+        where the stream was closed meanwhile.
         """
         if self._request is None:
             prepared = await asyncio.to_thread(prepare_job, self._engine, self._job)

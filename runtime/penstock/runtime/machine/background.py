@@ -18,7 +18,7 @@ _NICE = 19
 
 
 def lower_priority() -> None:
-    """Lets all other threads go before the calling one. Only on Linux has each thread a priority of its own;
+    """Let all other threads go before the calling one. Only on Linux has each thread a priority of its own;
     elsewhere this does nothing.
     """
     if sys.platform.startswith("linux"):
@@ -46,7 +46,7 @@ class BackgroundThread:
             raise
 
     def start(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Has the thread call the function, and does not wait for it."""
+        """Have the thread call the function, and do not wait for it."""
         self._submit(function, *args, **kwargs)
 
     def close(self) -> None:

@@ -66,13 +66,13 @@ def confine() -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Lets the address space grow by at most `more` bytes from now on."""
+    """Let the address space grow by at most `more` bytes from now on."""
     most = address_space() + more
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def address_space() -> int:
-    """Size of this process's address space, in bytes."""
+    """Return the size of this process's address space, in bytes."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 

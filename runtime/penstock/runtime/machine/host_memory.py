@@ -20,8 +20,8 @@ _HUGE = 2 * 2**20
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-    """Like numpy's `zeros`, but the memory goes back to the system with the last view of it. A large array
-    begins at a huge page, and Linux is asked for huge pages before the first of them is touched.
+    """Make zeros like numpy's `zeros`, but the memory goes back to the system with the last view of it. A
+    large array begins at a huge page, and Linux is asked for huge pages before the first of them is touched.
     """
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -37,8 +37,8 @@ def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generi
 
 
 def let_go() -> None:
-    """Frees the host memory of arrays that are gone. JAX lets go of memory that it took in place only during
-    a garbage collection; a collection of the youngest objects, which takes some microseconds, is enough.
+    """Free the host memory of arrays that are gone. JAX lets go of memory that it took in place only during a
+    garbage collection; a collection of the youngest objects, which takes some microseconds, is enough.
     """
     gc.collect(0)
 

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 
 
 def available_processors(root: Path = Path("/")) -> int:
-    """How many processors this process may use, at least 1: those of its affinity mask, or fewer if a quota
-    of CPU time allows less.
+    """Tell how many processors this process may use, at least 1: those of its affinity mask, or fewer if a
+    quota of CPU time allows less.
 
     A quota of 1.5 processors counts as 2. `root` is the directory in which /proc and the cgroups' mount
     points are looked up.
@@ -21,8 +21,8 @@ def available_processors(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """CPU quotas, in processors: those of the process's cgroups and of all cgroups above them, as far as they
-    can be seen.
+    """Read CPU quotas, in processors: those of the process's cgroups and of all cgroups above them, as far as
+    they can be seen.
     """
     for folder in _cgroups(root):
         try:

@@ -9,8 +9,8 @@ _STATM = Path("/proc/self/statm")
 
 
 def resident_bytes() -> int | None:
-    """Bytes of memory that this process has in use, those that it shares included; None where the operating
-    system does not say so as Linux does.
+    """Count the bytes of memory that this process has in use, those that it shares included; None where the
+    operating system does not say so as Linux does.
     """
     try:
         num_pages = int(_STATM.read_text().split()[1])

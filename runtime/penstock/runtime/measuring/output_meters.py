@@ -84,7 +84,7 @@ class OutputMeters:
         self._together_ns = 0
 
     def forget(self) -> None:
-        """Forgets the outputs that have not ended, because entries about some of them were lost: their ends
+        """Forget the outputs that have not ended, because entries about some of them were lost: their ends
         may have been among these. What they do from now on is counted, and their times are not.
         """
         self._live.clear()
@@ -195,7 +195,9 @@ class OutputMeters:
         self._end(entry, entry.timing, CANCELLED, CANCELLED)
 
     def _end(self, entry: Ended | Cancelled, timing: RequestTiming | None, reason: str, error: str) -> None:
-        """`reason` is one of END_REASONS; `error` the class of the error, empty if there was none."""
+        """Count an output's end. `reason` is one of END_REASONS; `error` the class of the error, empty if
+        there was none.
+        """
         self.totals.ended[reason] += 1
         at_ns, request, num_tokens = entry.at_ns, entry.request, entry.num_tokens
         self._together.discard(request.request_id)  # it may be used again

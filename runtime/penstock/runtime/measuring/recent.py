@@ -53,8 +53,8 @@ class RecentTotals:
             seen.popleft()
 
     def grown(self, now_ns: int) -> tuple[tuple[int, ...], float]:
-        """By how much each total has grown in the last seconds, and in how many: the span, or less after the
-        start, but never less than one.
+        """Return by how much each total has grown in the last seconds, and in how many: the span, or less
+        after the start, but never less than one.
         """
         since_ns = now_ns - self._span_ns
         before = self._seen[0][1]
@@ -104,8 +104,8 @@ class RecentValues:
         slot.most = max(slot.most, value)
 
     def distribution(self, now_ns: int, seconds: float) -> Distribution:
-        """Of the values of the last `seconds`, at most 60, but for a first part of a second that does not lie
-        in them as a whole.
+        """Return the distribution of the values of the last `seconds`, at most 60, but for a first part of a
+        second that does not lie in them as a whole.
         """
         first = -(-(now_ns - int(seconds * 1e9)) // _SLOT_NS)
         slots = [slot for slot in self._slots if slot is not None and slot.index >= first]

@@ -159,13 +159,11 @@ class Registry:
         return histogram
 
     def gauge(self, instrument: Instrument, read: Read) -> None:
-        """Asks `read` for the values of this instrument at each snapshot."""
+        """Ask `read` for the values of this instrument at each snapshot."""
         self._register(instrument, Kind.GAUGE, lambda: _bounded(instrument, read()))
 
     def observed_counter(self, instrument: Instrument, read: Read) -> None:
-        """Asks `read` for the totals of this instrument at each snapshot, because somebody else keeps
-        them.
-        """
+        """Ask `read` for the totals of this instrument at each snapshot, because somebody else keeps them."""
         self._register(instrument, Kind.COUNTER, lambda: _bounded(instrument, read()))
 
     def on_snapshot(self, before: Callable[[], None]) -> None:
@@ -174,8 +172,9 @@ class Registry:
             self._before.append(before)
 
     def snapshot(self) -> Snapshot:
-        """All metrics now. Callers wait for each other. An instrument whose `read` raises has no points: the
-        others are needed most when something is broken. That is logged once, until it can be read again.
+        """Return all metrics now. Callers wait for each other. An instrument whose `read` raises has no
+        points: the others are needed most when something is broken. That is logged once, until it can be read
+        again.
         """
         with self._one_snapshot:
             with self._lock:

@@ -22,7 +22,7 @@ class UpdateMeters:
             self._updates.add(0, (outcome,))
 
     def received(self, num_bytes: int) -> None:
-        """Bytes of tensors have come."""
+        """Note that bytes of tensors have come."""
         self._bytes.add(num_bytes)
 
     def staged(self, staging_s: float) -> None:

@@ -34,7 +34,7 @@ def new_folder(parent: Path, now: dt.datetime) -> Path:
 
 
 def final_path(unfinished: Path) -> Path:
-    """Where an unfinished folder will be."""
+    """Tell where an unfinished folder will be."""
     return unfinished.with_name(unfinished.name.removesuffix(_UNFINISHED))
 
 
@@ -66,5 +66,5 @@ def keep_newest(written: Path, number: int) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Count the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

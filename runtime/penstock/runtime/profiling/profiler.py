@@ -39,7 +39,7 @@ class StepSource(Protocol):
     """What a profiler asks of the engine's loop; `EngineCore` is one."""
 
     def watch_steps(self, watch: StepWatch | None) -> None:
-        """From now on `watch` is told of the end of every step, on the engine's thread; None: nobody is."""
+        """Tell `watch` of the end of every step from now on, on the engine's thread; None: nobody."""
         ...
 
 
@@ -60,7 +60,7 @@ class StepCount:
                 self._over.set()
 
     def end(self) -> None:
-        """No more steps are counted. Any thread may call this at any time."""
+        """Count no more steps. Any thread may call this at any time."""
         self._over.set()
 
     def wait(self, timeout_s: float) -> None:

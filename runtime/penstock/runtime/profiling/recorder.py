@@ -10,7 +10,7 @@ from penstock.runtime.errors import ProfileFailed, ProfileUnderWay
 
 
 def start(folder: Path) -> None:
-    """Begins to record. ProfileUnderWay if this program records already, ProfileFailed if JAX cannot.
+    """Begin to record. ProfileUnderWay if this program records already, ProfileFailed if JAX cannot.
 
     The functions of Python are not recorded: with many threads that costs much, and says little that the
     annotations do not say. Any thread may call this, and none is held up by it.

@@ -19,7 +19,7 @@ _MEMORY_BYTES = 4 << 30
 
 
 def main() -> None:
-    """Answers the name of a folder with what went wrong there; empty if nothing."""
+    """Answer the name of a folder with what went wrong there; empty if nothing."""
     connection = confined.connect()
     lower_priority()
     confined.limit_memory(_MEMORY_BYTES)

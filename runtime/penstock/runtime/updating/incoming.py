@@ -50,7 +50,7 @@ def tensor_at(sent: Sequence[SentTensor], index: int) -> SentTensor:
 
 
 def check_total(total_bytes: int, received: int) -> None:
-    """InvalidRequest if the sender says that it has sent more or fewer bytes than have come."""
+    """Raise InvalidRequest if the sender says that it has sent more or fewer bytes than have come."""
     if total_bytes != received:
         described = f"is {total_bytes}; {received} bytes have come"
         raise InvalidRequest([Violation("commit.total_bytes", described)])
@@ -125,7 +125,7 @@ class IncomingTensor:
 
 
 def is_finite(dtype: str, values: npt.NDArray[Any]) -> bool:
-    """Whether no value is NaN or infinity. Integers are finite. `values` are contiguous."""
+    """Say whether no value is NaN or infinity. Integers are finite. `values` are contiguous."""
     if dtype not in _EXPONENTS:
         return True
     bits, mask = _EXPONENTS[dtype]

@@ -65,7 +65,7 @@ class NewLeaves(Protocol):
         ...
 
     def drop(self) -> None:
-        """Lets go of what is not installed, and of what was replaced. May be called twice."""
+        """Let go of what is not installed, and of what was replaced. May be called twice."""
         ...
 
 
@@ -143,8 +143,8 @@ class Share(Protocol):
     def __call__(
         self, staging: Staging, tensors: Sequence[SentTensor], uri: str, ready: Callable[[], None]
     ) -> Others:
-        """`tensors`: those that the model reads. `uri`: the files that have them, if they are read from
-        files. `ready`: waits until leaves may be replaced.
+        """Make the others, which get the tensors, too. `tensors`: those that the model reads. `uri`: the
+        files that have them, if they are read from files. `ready`: waits until leaves may be replaced.
         """
         ...
 
@@ -260,10 +260,10 @@ class LeavesInPlace:
         self._device.replace_leaves({path: value})
 
     def install(self) -> None:
-        """All leaves are in their places already."""
+        """Do nothing: all leaves are in their places already."""
 
     def drop(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nothing waits."""
 
 
 def _placed(device: DeviceState, path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
@@ -305,7 +305,7 @@ class NewWeights:
         """Whether the leaves are gone, because `install` or `drop` was called."""
 
     def needs(self, name: str) -> bool:
-        """Whether the values of a tensor are needed, and not only its checksums."""
+        """Say whether the values of a tensor are needed, and not only its checksums."""
         return name in self._specs
 
     def put(
@@ -363,7 +363,7 @@ class NewWeights:
         self._others.install()  # after our own, which may fail: followers that fail end the group
 
     def drop(self) -> None:
-        """Lets go of all tensors and leaves. May be called twice."""
+        """Let go of all tensors and leaves. May be called twice."""
         self.is_spent = True
         self._others.drop()
         self._maker.close()
@@ -403,7 +403,7 @@ class Target:
 
 
 def update_threads(threads: int | None) -> int:
-    """How many of an engine's threads make leaves; the others compute steps meanwhile."""
+    """Tell how many of an engine's threads make leaves; the others compute steps meanwhile."""
     return max(1, (threads or 1) // 2)
 
 
@@ -542,7 +542,7 @@ class OneUpdate:
         self._others.stop_waiting()
 
     def drop(self) -> None:
-        """Lets go of everything. May be called twice. If leaves were replaced in place, and the update is not
+        """Let go of everything. May be called twice. If leaves were replaced in place, and the update is not
         live, the weights cannot serve any more.
         """
         hold, self._hold = self._hold, None
@@ -594,7 +594,7 @@ class OneUpdate:
 
 
 def _at_once() -> None:
-    """Leaves beside those that serve may be made at any time."""
+    """Do nothing: leaves beside those that serve may be made at any time."""
 
 
 class PendingReport(Future[UpdateReport]):

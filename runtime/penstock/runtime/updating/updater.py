@@ -103,7 +103,7 @@ class UpdatePlace:
             return holder.update
 
     def free(self, update: OneUpdate | None) -> None:
-        """Frees the place if this update has it; None: if it is reserved and not occupied."""
+        """Free the place if this update has it; None: if it is reserved and not occupied."""
         with self._lock:
             if self._holder is not None and self._holder.update is update:
                 self._holder = None
@@ -235,7 +235,7 @@ class Updater:
             files.close()
 
     def begin(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> Upload:
-        """Begins an update whose tensors come in chunks.
+        """Begin an update whose tensors come in chunks.
 
         Raises InvalidRequest for a list that is wrong in itself, TensorsRefused with every tensor that does
         not fit the model, GenerationChanged, UpdateUnderWay, WeightsIncomplete if the weights cannot serve
@@ -248,7 +248,7 @@ class Updater:
         )
 
     def open_uri(self, options: UpdateOptions, uri: str, *, roots: Sequence[Path]) -> FileUpload:
-        """Begins an update whose tensors are read from files below `roots`, see `UpdateFiles`; `read` of what
+        """Begin an update whose tensors are read from files below `roots`, see `UpdateFiles`; `read` of what
         is returned reads them. Raises as `begin`.
         """
         files = UpdateFiles(uri, roots)
@@ -273,7 +273,7 @@ class Updater:
         in_flight: InFlightPolicy | None = None,
         drain_timeout_s: float | None = None,
     ) -> Future[UpdateReport]:
-        """Has a staged update go live. in_flight, drain_timeout_s: instead of those that the update began
+        """Have a staged update go live. in_flight, drain_timeout_s: instead of those that the update began
         with. The report of an update that is live already says so.
 
         Raises UnknownUpdate, UpdateUnderWay if the update is not complete yet or is about to go live, and
@@ -301,7 +301,7 @@ class Updater:
             raise
 
     def discard(self, update_id: str) -> bool:
-        """Lets go of a staged update. False if no such update is staged."""
+        """Let go of a staged update. Return false if no such update is staged."""
         try:
             update = self._place.take_staged(update_id)
         except (UnknownUpdate, UpdateUnderWay):
@@ -313,7 +313,7 @@ class Updater:
     # -- updates that a program makes of its own arrays --
 
     def update(self, options: UpdateOptions, tensors: Arrays) -> Future[UpdateReport]:
-        """Stages arrays by their names in a checkpoint, and has them go live. Such an update waits for no
+        """Stage arrays by their names in a checkpoint, and have them go live. Such an update waits for no
         other to end: each is made beside the weights that serve, and all go live in order.
 
         `tensors` may be lazy: each is asked for twice, to be checked and to be taken, and not held on to.
@@ -334,7 +334,7 @@ class Updater:
             raise
 
     def close(self) -> None:
-        """Lets go of a staged update. To be called when the engine has ended."""
+        """Let go of a staged update. To be called when the engine has ended."""
         self.discard(self.staged_update_id)  # does nothing if none is staged
         self._uploads.close()
         self._thread.close()
@@ -360,7 +360,9 @@ class Updater:
     # -- how it is done --
 
     def _check(self, options: UpdateOptions, sent: Sequence[SentTensor], field: str) -> LoadRules:
-        """Everything that can be told before the first byte. Returns the model's rules for these tensors."""
+        """Check everything that can be told before the first byte. Return the model's rules for these
+        tensors.
+        """
         if self._rules is None:
             raise UnsupportedFeature(["UpdateWeights"])
         if options.stage_only and options.staging is Staging.IN_PLACE:
@@ -442,11 +444,11 @@ class Updater:
             self._thread.start(self._end, update, pending, outcome)
 
     def _end(self, update: OneUpdate, pending: PendingReport, outcome: UpdateReport | BaseException) -> None:
-        """Tells what has come of an update when the memory that it needed is free."""
+        """Tell what has come of an update when the memory that it needed is free."""
         self._let_go(update)
         pending.end(outcome)
 
     def _let_go(self, update: OneUpdate) -> None:
-        """Frees the memory that an update needed, and its place if it has one."""
+        """Free the memory that an update needed, and its place if it has one."""
         update.drop()
         self._place.free(update)

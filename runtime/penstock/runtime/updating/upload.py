@@ -54,7 +54,7 @@ class Place(Protocol):
     """The place for one update at a time, which an upload has until it ends."""
 
     def go_live(self, update: OneUpdate) -> Future[UpdateReport]:
-        """Has a complete update go live."""
+        """Have a complete update go live."""
         ...
 
     def keep_staged(self, update: OneUpdate) -> UpdateReport:
@@ -62,7 +62,7 @@ class Place(Protocol):
         ...
 
     def give_up(self, update: OneUpdate) -> None:
-        """Lets go of an update that is neither live, nor about to be, nor staged."""
+        """Let go of an update that is neither live, nor about to be, nor staged."""
         ...
 
 
@@ -96,7 +96,7 @@ class Upload:
         self._thread.run(self._write, tensor_index, offset, data)
 
     def commit(self, total_bytes: int) -> Future[UpdateReport]:
-        """Has the update go live. `total_bytes`: how many were sent. Cancelling the future before the
+        """Have the update go live. `total_bytes`: how many were sent. Cancelling the future before the
         update's turn takes it back.
 
         Raises TensorsRefused with every tensor that is bad or not complete (ChecksumMismatch if data was lost
@@ -123,7 +123,7 @@ class Upload:
         self._thread.run(self._close)
 
     def _take_empty(self) -> None:
-        """Tensors without a value have no chunk."""
+        """Take tensors without a value, which have no chunk."""
         for index, sent in enumerate(self._sent):
             if num_bytes(sent) == 0:
                 self._put(index, self._tensor(index))
