@@ -209,7 +209,7 @@ async def _tell_client_error(request: Request, error: Exception) -> Response:
 
 
 async def _tell_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: no path matches, or its method is another one."""
+    """Answer an error of Starlette's own: no path matches, or its method is another one."""
     assert isinstance(error, HTTPException), "as the table of handlers says"
     status, detail, headers = error.status_code, error.detail, dict(error.headers or {})
     if status == 405 and not request.path_params.get("response_id", _RESPONSES).startswith(_RESPONSES):

@@ -178,7 +178,7 @@ class Backend:
         self._vocabularies.forget()
 
     async def is_ready(self) -> bool:
-        """Whether the server takes requests. Never raises."""
+        """Say whether the server takes requests. Never raises."""
         if time.monotonic() >= self._ready_until:
             if self._checking is None:
                 self._checking = asyncio.create_task(self._check())

@@ -133,7 +133,7 @@ def call_of(request: Request) -> Call:
 
 
 def _is_anthropic(path: str, *, names_version: bool) -> bool:
-    """Whether a request is one of Anthropic's API. Both APIs have models, and only its clients name the
+    """Say whether a request is one of Anthropic's API. Both APIs have models, and only its clients name the
     version of their API.
     """
     at = "/".join(path.split("/", 3)[:3])

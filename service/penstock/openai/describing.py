@@ -474,7 +474,7 @@ def _json(name: str) -> dict[str, Any]:
 
 
 async def openapi(request: Request) -> Response:
-    """GET /openapi.json. It needs no key. It is made when it is first asked for."""
+    """Serve GET /openapi.json. It needs no key. It is made when it is first asked for."""
     state = request.app.state
     if not hasattr(state, "openapi"):
         version = importlib.metadata.version("penstock")

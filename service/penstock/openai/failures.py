@@ -280,7 +280,7 @@ def _named(path: str, params: Mapping[str, str]) -> str:
 
 
 def invalid_value(param: str, why: str) -> ApiError:
-    """No request can have this value."""
+    """Refuse a value that no request can have."""
     return _refusal(param, f"Invalid value for '{param}': {why}", "invalid_value")
 
 
@@ -290,17 +290,17 @@ def invalid_type(param: str, why: str) -> ApiError:
 
 
 def unsupported_value(param: str, why: str) -> ApiError:
-    """Others may take this value, and this front or the served model does not."""
+    """Refuse a value that others may take, and that this front or the served model does not."""
     return _refusal(param, f"Unsupported value: '{param}': {why}", "unsupported_value")
 
 
 def unsupported_parameter(param: str, why: str) -> ApiError:
-    """OpenAI or vLLM has the field, and this front or the served model does not honour it."""
+    """Refuse a field that OpenAI or vLLM has, and that this front or the served model does not honour."""
     return _refusal(param, f"Unsupported parameter: '{param}': {why}", "unsupported_parameter")
 
 
 def unknown(param: str) -> ApiError:
-    """Nobody has the field."""
+    """Refuse a field that nobody has."""
     return _refusal(param, f"Unknown parameter: '{param}'.", "unknown_parameter")
 
 

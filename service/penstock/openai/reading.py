@@ -163,7 +163,7 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def _is_unicode(value: Any) -> bool:
-    """Whether UTF-8 has all characters of the texts in this value."""
+    """Say whether UTF-8 has all characters of the texts in this value."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -186,7 +186,7 @@ def _refusal(errors: Sequence[ErrorDetails], value: Any, model: type[Body]) -> A
 
 
 def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
-    """Where in the body an error is. pydantic's own locations also name the members of unions."""
+    """Tell where in the body an error is. pydantic's own locations also name the members of unions."""
     path: list[str | int] = []
     here: Any = value
     steps = error["loc"]
@@ -203,7 +203,7 @@ def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
 
 
 def _has(here: Any, step: str | int) -> bool:
-    """Whether the step is an index of this list or a key of this object."""
+    """Say whether the step is an index of this list or a key of this object."""
     if isinstance(here, dict):
         return step in here
     return isinstance(here, list) and isinstance(step, int)
@@ -252,5 +252,5 @@ def _said(error: ErrorDetails) -> str:
 
 
 def _why_unsupported(path: tuple[str | int, ...], model: type[Body]) -> str | None:
-    """Why the model refuses the field, by its name without the indices of lists: "messages.audio"."""
+    """Say why the model refuses the field, by its name without the indices of lists: "messages.audio"."""
     return model.unsupported.get(".".join(step for step in path if isinstance(step, str)))

@@ -181,7 +181,7 @@ class ResponseStore:
                 file.close()
 
     def _oldest(self) -> float:
-        """When the oldest responses that count were kept."""
+        """Tell when the oldest responses that count were kept."""
         return self._clock() - self._max_age_s
 
     def _make_room(self, file: sqlite3.Connection, num_bytes: int) -> None:

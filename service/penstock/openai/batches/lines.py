@@ -183,7 +183,7 @@ class Ids(AbstractContextManager["Ids"]):
         return not found[0]
 
     def is_done(self, custom_id: str) -> bool:
-        """Whether the line has an output."""
+        """Say whether the line has an output."""
         found = self._database.execute("SELECT done FROM ids WHERE digest = ?", (_digest(custom_id),))
         return bool((found.fetchone() or (0,))[0])
 

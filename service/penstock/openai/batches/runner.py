@@ -159,7 +159,7 @@ class BatchRunner:
         return is_known and batch.caller not in callers and len(callers) < MOST_RUNNING
 
     def _is_over(self, batch: Unfinished) -> bool:
-        """Whether no line of it shall run."""
+        """Say whether no line of it shall run."""
         return batch.status == "cancelling" or self.folder.now() >= batch.created_at + WINDOW_S
 
     async def _run(self, app: ASGIApp, batch_id: str, key: str) -> None:

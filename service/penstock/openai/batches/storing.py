@@ -229,7 +229,7 @@ class Folder:
     # -- files --
 
     def content_of(self, file_id: str) -> Path:
-        """Where the content of a file is."""
+        """Tell where the content of a file is."""
         return self._contents / file_id
 
     def begin_file(self, caller: str, purpose: str, filename: str) -> str:
@@ -373,7 +373,7 @@ class Folder:
         return [_batch_of(row) for row in rows], more
 
     def unfinished(self) -> list[Unfinished]:
-        """All batches that have not ended, the oldest first."""
+        """List all batches that have not ended, the oldest first."""
         rows = self._rows(f"SELECT {_UNFINISHED_COLUMNS} FROM batches WHERE {_IS_UNFINISHED} ORDER BY number")
         return [Unfinished(*row) for row in rows]
 

@@ -62,7 +62,7 @@ _REASONS = {
 
 
 def finish_reason(finish: Finish, *, has_calls: bool = False) -> str:
-    """OpenAI's word for it. A limit of any kind, also of time, is "length".
+    """Return OpenAI's word for it. A limit of any kind, also of time, is "length".
 
     Raises ApiError where the output was aborted, for which OpenAI has no word: half an answer must not look
     like a whole one. Clients do not try again by themselves then, as somebody has ended the request on
@@ -76,7 +76,9 @@ def finish_reason(finish: Finish, *, has_calls: bool = False) -> str:
 
 
 def stop_reason(finish: Finish) -> dict[str, Any]:
-    """vLLM's field that names what the output stopped at; empty unless it is one of the caller's stops."""
+    """Return vLLM's field that names what the output stopped at; empty unless it is one of the caller's
+    stops.
+    """
     if finish.reason is not FinishReason.STOP:
         return {}
     return {"stop_reason": finish.stop if finish.stop is not None else finish.token_id}

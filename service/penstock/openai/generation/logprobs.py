@@ -95,7 +95,9 @@ def completion_logprobs(
 
 
 def dropped_after(prompt_ids: Sequence[int], vocabulary: Vocabulary) -> int:
-    """How many leading spaces the output after these tokens loses: those that the prompt has not lost."""
+    """Tell how many leading spaces the output after these tokens loses: those that the prompt has not
+    lost.
+    """
     left = vocabulary.dropped_leading_spaces
     for token_id in prompt_ids if left else ():
         piece = b"" if token_id in vocabulary.special_token_ids else vocabulary.bytes_of(token_id)
@@ -108,8 +110,8 @@ def dropped_after(prompt_ids: Sequence[int], vocabulary: Vocabulary) -> int:
 def prompt_logprobs(
     logprobs: Logprobs, token_ids: Sequence[int], vocabulary: Vocabulary
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt but the first, from an id to its log-probability
-    and rank. The rank is null of a token that is not among the likeliest that were asked for.
+    """Write vLLM's `prompt_logprobs`: for each token of the prompt but the first, from an id to its
+    log-probability and rank. The rank is null of a token that is not among the likeliest that were asked for.
     """
     made: list[dict[str, Any] | None] = []
     for token_id, logprob, top in _places(logprobs, token_ids):
@@ -124,7 +126,7 @@ def prompt_logprobs(
 
 
 def _places(logprobs: Logprobs, token_ids: Sequence[int]) -> Iterator[tuple[int, float, Top]]:
-    """Of each place the token, its log-probability, and the likeliest tokens."""
+    """Return of each place the token, its log-probability, and the likeliest tokens."""
     tops: Sequence[Top] = logprobs.top or ((),) * len(token_ids)
     return zip(token_ids, logprobs.sampled, tops, strict=True)
 
@@ -196,8 +198,8 @@ class TextTokens:
 
 
 def _found(said: bytes, joined: bytes, starts: list[int], after: int) -> int:
-    """Where in `joined` the text is: -1 for nowhere. A place at the start of a token, but for white space, is
-    preferred: the text may also be a part of a tag that comes before it.
+    """Tell where in `joined` the text is: -1 for nowhere. A place at the start of a token, but for white
+    space, is preferred: the text may also be a part of a tag that comes before it.
     """
     first = place = joined.find(said, after)
     while place >= 0:
@@ -240,8 +242,8 @@ def _is_text(piece: bytes) -> bool:
 
 
 def _num_characters(token_id: int, vocabulary: Vocabulary, dropped: int) -> int:
-    """How many characters of the text begin in a token, of which the text drops this many leading spaces.
-    Special tokens are not in the text.
+    """Tell how many characters of the text begin in a token, of which the text drops this many leading
+    spaces. Special tokens are not in the text.
     """
     if token_id in vocabulary.special_token_ids:
         return 0
@@ -358,7 +360,7 @@ def columns_json(*columns: Columns) -> str:
 
 
 async def prompt_logprobs_json(prompt: PromptInfo, vocabulary: Vocabulary) -> str:
-    """`prompt_logprobs`, as JSON."""
+    """Write `prompt_logprobs`, as JSON."""
     if prompt.logprobs is None:
         return "null"
     entries = [

@@ -43,7 +43,7 @@ def constraint_field(body: GenerationBody, form_field: str | None) -> str | None
 
 
 def response_format_field(body: SamplingBody) -> str | None:
-    """Its name if it asks for a constraint."""
+    """Return its name if it asks for a constraint."""
     return None if body.response_format is None or body.response_format.type == "text" else "response_format"
 
 
@@ -58,7 +58,9 @@ def schema_constraint(schema: Mapping[str, Any] | str, *, strict: bool) -> JsonS
 
 
 def requires_call(choice: object) -> bool:
-    """Whether a choice of tools, a word or an object that names one, leaves the model nothing but a call."""
+    """Say whether a choice of tools, a word or an object that names one, leaves the model nothing but a
+    call.
+    """
     return choice not in (None, "none", "auto")
 
 
@@ -88,7 +90,7 @@ def form_beside_tools(
 
 
 def constraint_params(field: str | None) -> dict[str, str]:
-    """From contract paths of the constraint to the fields of the request that it was made of. `field` is what
+    """Map contract paths of the constraint to the fields of the request that it was made of. `field` is what
     `constraint_field` tells.
     """
     if field == "response_format":
@@ -211,7 +213,7 @@ def _biases(biases: Mapping[str, float] | None, vocab_size: int) -> dict[int, fl
 
 
 def sampling_params(body: SamplingBody) -> dict[str, str]:
-    """From the contract's path of a field to the name of the field of this request that it was made of."""
+    """Map the contract's path of a field to the name of the field of this request that it was made of."""
     return {
         **PARAMS,
         **constraint_params(constraint_field(body, response_format_field(body))),
@@ -251,7 +253,9 @@ def sampling_options(body: SamplingBody, facts: ModelFacts) -> RequestOptions:
 
 
 def counts_tokens(body: SamplingBody) -> bool:
-    """Whether every chunk of the stream tells the usage so far, for which the tokens of each are counted."""
+    """Say whether every chunk of the stream tells the usage so far, for which the tokens of each are
+    counted.
+    """
     asked = body.stream_options
     return asked is not None and bool(asked.continuous_usage_stats)
 

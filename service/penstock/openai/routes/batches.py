@@ -36,7 +36,7 @@ QUERY_OF_BATCHES: Final[Mapping[str, Any]] = {
 
 
 async def _batches_of(request: Request) -> tuple[BatchRunner, str]:
-    """As `files_of`. Batches of this caller, if they wait for its key, go on."""
+    """Do the same as `files_of`. Batches of this caller, if they wait for its key, go on."""
     batches, caller = await files_of(request)
     batches.remember(caller, call_of(request).key)
     return batches, caller
@@ -63,7 +63,7 @@ def _told(batch: StoredBatch) -> dict[str, Any]:
 
 
 async def create_batch(request: Request) -> Response:
-    """POST /v1/batches."""
+    """Serve POST /v1/batches."""
     batches, caller = await files_of(request)
     body, key = await read_body(request, BatchBody), call_of(request).key
     file = await asyncio.to_thread(batches.folder.file, caller, body.input_file_id)
@@ -97,7 +97,7 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """GET /v1/batches."""
+    """Serve GET /v1/batches."""
     batches, caller = await _batches_of(request)
     query = read_query(request)
     limit = read_limit(query, LISTED, MOST_LISTED)
@@ -109,7 +109,7 @@ async def list_batches(request: Request) -> Response:
 
 
 async def show_batch(request: Request) -> Response:
-    """GET /v1/batches/{batch_id}."""
+    """Serve GET /v1/batches/{batch_id}."""
     _, batch = await _batch_of(request)
     return json_response(_told(batch))
 
@@ -123,7 +123,7 @@ async def _batch_of(request: Request) -> tuple[BatchRunner, StoredBatch]:
 
 
 async def cancel_batch(request: Request) -> Response:
-    """POST /v1/batches/{batch_id}/cancel."""
+    """Serve POST /v1/batches/{batch_id}/cancel."""
     batches, batch = await _batch_of(request)
     folder = batches.folder
     is_moved = await asyncio.to_thread(folder.move, batch.id, "cancelling", of=("validating", "in_progress"))

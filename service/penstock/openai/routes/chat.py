@@ -107,7 +107,7 @@ def chat_ignored(body: ChatBody, facts: ModelFacts) -> set[str]:
 
 
 def chat_params(body: ChatBody) -> dict[str, str]:
-    """From the contract's path of a field to the name of the field of this request that it was made of."""
+    """Map the contract's path of a field to the name of the field of this request that it was made of."""
     by_old_name = body.max_tokens is not None
     params = sampling_params(body) | {
         "input": "messages",

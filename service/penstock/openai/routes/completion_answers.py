@@ -114,7 +114,9 @@ class Echo:
         return Repeated(text, columns)
 
     def _num_bytes(self, token_ids: Sequence[int]) -> int:
-        """How many bytes the tokens have. The server refuses ids that there are not, so they have none."""
+        """Tell how many bytes the tokens have. The server refuses ids that there are not, so they have
+        none.
+        """
         assert self.vocabulary is not None
         tokens = self.vocabulary.tokens
         return sum(len(tokens[i]) for i in token_ids if 0 <= i < len(tokens))

@@ -50,7 +50,9 @@ def completion_options(body: CompletionBody, facts: ModelFacts) -> RequestOption
 
 
 def is_prompt_only(body: CompletionBody) -> bool:
-    """Whether the answer is the prompt alone. The server makes one token all the same, which is its least."""
+    """Say whether the answer is the prompt alone. The server makes one token all the same, which is its
+    least.
+    """
     return bool(body.echo) and body.max_tokens == 0
 
 
@@ -72,7 +74,7 @@ def one_by_one(body: CompletionBody, options: RequestOptions, answer_id: str) ->
 
 
 def completion_params(body: CompletionBody) -> dict[str, str]:
-    """From the contract's path of a field to the name of the field of this request that it was made of."""
+    """Map the contract's path of a field to the name of the field of this request that it was made of."""
     return sampling_params(body) | {
         "input": "prompt",
         "prompt": "prompt",
@@ -140,7 +142,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _echo(body: CompletionBody, prompts: Sequence[PromptOptions], backend: Backend, call: Call) -> Echo:
-    """How the answer repeats the prompts. Raises ApiError if that were too much."""
+    """Tell how the answer repeats the prompts. Raises ApiError if that were too much."""
     sent: list[Sent] = [own["token_ids"] or () if prompt is None else prompt for prompt, own in prompts]
     are_as_sent = body.truncate_prompt_tokens is None and all(isinstance(prompt, str) for prompt in sent)
     needs_texts = body.logprobs is not None or not are_as_sent

@@ -66,7 +66,7 @@ async def embed(request: Request) -> Response:
 
 
 def params_of(given: Any) -> dict[str, str]:
-    """From the contract's path of a field to the name of the field of a request that it was made of, for the
+    """Map the contract's path of a field to the name of the field of a request that it was made of, for the
     `input` that it was given.
     """
     params = {"input": "input", "inputs": "input", "adapter": "model"}

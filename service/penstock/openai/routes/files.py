@@ -98,7 +98,7 @@ def read_query(request: Request) -> Mapping[str, str]:
 
 
 def read_limit(query: Mapping[str, str], default: int, most: int) -> int:
-    """How many things a list shall have. Raises ApiError."""
+    """Tell how many things a list shall have. Raises ApiError."""
     text = query.get("limit", str(default))
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
         raise invalid_value("limit", f"it must be from 1 to {most}.")
@@ -130,7 +130,7 @@ def _told(file: StoredFile) -> dict[str, Any]:
 
 
 async def list_files(request: Request) -> Response:
-    """GET /v1/files."""
+    """Serve GET /v1/files."""
     batches, caller = await files_of(request)
     query = read_query(request)
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
@@ -152,13 +152,13 @@ async def list_files(request: Request) -> Response:
 
 
 async def show_file(request: Request) -> Response:
-    """GET /v1/files/{file_id}."""
+    """Serve GET /v1/files/{file_id}."""
     _, file = await _file_of(request)
     return json_response(_told(file))
 
 
 async def show_content(request: Request) -> Response:
-    """GET /v1/files/{file_id}/content."""
+    """Serve GET /v1/files/{file_id}/content."""
     folder, file = await _file_of(request)
     path = folder.content_of(file.id)
     try:
@@ -179,7 +179,7 @@ async def _file_of(request: Request) -> tuple[Folder, StoredFile]:
 
 
 async def delete_file(request: Request) -> Response:
-    """DELETE /v1/files/{file_id}."""
+    """Serve DELETE /v1/files/{file_id}."""
     batches, caller = await files_of(request)
     file_id = request.path_params["file_id"]
     try:
@@ -193,7 +193,7 @@ async def delete_file(request: Request) -> Response:
 
 
 async def upload_file(request: Request) -> Response:
-    """POST /v1/files."""
+    """Serve POST /v1/files."""
     _check_origin(request)
     batches, caller = await files_of(request)
     folder, form = batches.folder, _Form(request.headers.get("content-type", ""))
@@ -321,7 +321,9 @@ class _Form:
             raise unsupported_value("purpose", f"files are for batches here: 'batch', not {purpose[:100]!r}.")
 
     def keep_s(self) -> int | None:
-        """How long the file shall be kept, in seconds; None if the form does not say. Raises ApiError."""
+        """Tell how long the file shall be kept, in seconds; None if the form does not say. Raises
+        ApiError.
+        """
         anchor, seconds = (self._fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
         if anchor is None and seconds is None:
             return None

@@ -11,8 +11,8 @@ from penstock.openai.replying import json_response
 
 
 async def health(request: Request) -> Response:
-    """200 while the server's health is SERVING; 503 while it is not, and while the front drains. It needs no
-    key.
+    """Answer 200 while the server's health is SERVING; 503 while it is not, and while the front drains. It
+    needs no key.
     """
     front = front_of(request)
     if front.life.is_draining:

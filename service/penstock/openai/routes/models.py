@@ -23,7 +23,7 @@ IMAGES: Final = "images"
 
 
 async def list_models(request: Request) -> Response:
-    """GET /v1/models."""
+    """Serve GET /v1/models."""
     facts, adapters = await _facts(request), await _adapters(request)
     if call_of(request).is_anthropic:
         is_beyond = bool({"after_id", "before_id"} & request.query_params.keys())
@@ -34,7 +34,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def show_model(request: Request) -> Response:
-    """GET /v1/models/{model}."""
+    """Serve GET /v1/models/{model}."""
     facts = await _facts(request)
     wanted, is_anthropic = request.path_params["model"], call_of(request).is_anthropic
     if wanted == facts.model:
@@ -56,7 +56,7 @@ async def _adapters(request: Request) -> Sequence[Adapter]:
 
 
 def _adapter(facts: ModelFacts, adapter: Adapter) -> dict[str, Any]:
-    """As in vLLM's list, `parent` is the model that the adapter changes."""
+    """Describe an adapter; as in vLLM's list, `parent` is the model that the adapter changes."""
     return {**_model(facts), "id": adapter.name, "parent": facts.model}
 
 

@@ -53,12 +53,12 @@ class PageFile:
 
 
 async def show_page(request: Request) -> Response:
-    """`GET /`"""
+    """Serve `GET /`."""
     return _reply(request, INDEX)
 
 
 async def show_page_file(request: Request) -> Response:
-    """`GET /page/{name}`: a style sheet, a script or a drawing of the page."""
+    """Serve `GET /page/{name}`: a style sheet, a script or a drawing of the page."""
     return _reply(request, request.path_params["name"])
 
 
@@ -74,8 +74,8 @@ def _reply(request: Request, name: str) -> Response:
 
 @cache
 def page_files() -> Mapping[str, PageFile]:
-    """All files of the page by name, such as "js/main.js". They are small, and read once; so no name that a
-    caller sends ever becomes a path.
+    """Read all files of the page by name, such as "js/main.js". They are small, and read once; so no name
+    that a caller sends ever becomes a path.
     """
     return {
         name: PageFile(content, _media_type(name), f'"{hashlib.sha256(content).hexdigest()[:16]}"')
@@ -92,6 +92,6 @@ def _read(folder: Traversable, prefix: str) -> list[tuple[str, bytes]]:
 
 
 def _media_type(name: str) -> str:
-    """Not from the machine's own table of types, in which a script may be anything."""
+    """Tell the type, but not from the machine's own table of types, in which a script may be anything."""
     known = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
     return known[name[name.rindex(".") :]]

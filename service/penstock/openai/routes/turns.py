@@ -191,7 +191,7 @@ def _thought(message: schemas.Message) -> str:
 
 
 def has_pictures(messages: Sequence[schemas.Message]) -> bool:
-    """Whether pictures must be made of a part of a turn, which takes long."""
+    """Say whether pictures must be made of a part of a turn, which takes long."""
     return any(
         part.image_url is not None
         for message in messages
@@ -201,7 +201,7 @@ def has_pictures(messages: Sequence[schemas.Message]) -> bool:
 
 
 def picture_params(at: str, messages: Sequence[schemas.Message]) -> dict[str, str]:
-    """From the contract's paths of parts to the fields that they were made of. `at`: the field that has the
+    """Map the contract's paths of parts to the fields that they were made of. `at`: the field that has the
     messages.
     """
     params: dict[str, str] = {}

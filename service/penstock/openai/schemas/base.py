@@ -54,7 +54,7 @@ OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether both are the same in JSON, where 1 is 1.0 and not true."""
+    """Say whether both are the same in JSON, where 1 is 1.0 and not true."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -106,7 +106,7 @@ class ToolUseBlock(Block):
 
 
 def _block_tag(*known: str) -> Discriminator:
-    """Tells blocks by their types, of which these are known."""
+    """Tell blocks by their types, of which these are known."""
 
     def tag(value: Any) -> str:
         kind = _type_of(value)

@@ -70,7 +70,7 @@ def message_options(body: MessagesBody, facts: ModelFacts) -> RequestOptions:
 
 
 def message_params(body: CountTokensBody) -> dict[str, str]:
-    """From the contract's path of a field to the name of the field of this request that it was made of.
+    """Map the contract's path of a field to the name of the field of this request that it was made of.
 
     Raises ApiError where the request cannot be converted.
     """
@@ -185,7 +185,7 @@ def _variables(body: CountTokensBody, known: Collection[str]) -> dict[str, Any]:
 
 
 async def create_message(request: Request) -> Response:
-    """POST /v1/messages."""
+    """Serve POST /v1/messages."""
     call, backend = call_of(request), front_of(request).backend
     body = await read_body(request, MessagesBody)
     facts = await backend.facts(call)
@@ -206,7 +206,7 @@ async def create_message(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """POST /v1/messages/count_tokens: how many tokens the model would be given."""
+    """Serve POST /v1/messages/count_tokens: how many tokens the model would be given."""
     call, front = call_of(request), front_of(request)
     body = await read_body(request, CountTokensBody)
     facts = await front.backend.facts(call)

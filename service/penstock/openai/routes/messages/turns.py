@@ -69,7 +69,7 @@ class Turn:
         )
 
     def params(self, at: str) -> Mapping[str, str]:
-        """From the contract's paths of what the turn has to the fields that it was made of. `at` is the path
+        """Map the contract's paths of what the turn has to the fields that it was made of. `at` is the path
         of the turn.
         """
         content = "system" if self.path == "system" else f"{self.path}.content"
@@ -115,7 +115,7 @@ def turns_of(body: CountTokensBody) -> list[Turn]:
 
 
 def has_pictures(messages: Sequence[Message]) -> bool:
-    """Whether pictures must be made of a block, which takes long."""
+    """Say whether pictures must be made of a block, which takes long."""
     return any(isinstance(block, ImageBlock) for block in _all_blocks(messages))
 
 
@@ -131,7 +131,7 @@ def ignored_blocks(messages: Sequence[Message]) -> set[str]:
 
 
 def _all_blocks(messages: Sequence[Message]) -> Iterator[ContentBlock | ResultBlock]:
-    """All blocks, those of a tool's result after the result itself."""
+    """Return all blocks, those of a tool's result after the result itself."""
     for message in messages:
         for block in () if isinstance(message.content, str) else message.content:
             yield block

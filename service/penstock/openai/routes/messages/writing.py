@@ -287,7 +287,7 @@ def _message(message_id: str, model: str) -> Mapping[str, Any]:
 
 
 def _ending(finish: Finish, *, has_calls: bool) -> Mapping[str, str | None]:
-    """Why the message ended. Raises ApiError if the output was aborted."""
+    """Say why the message ended. Raises ApiError if the output was aborted."""
     reason = finish_reason(finish, has_calls=has_calls)
     sequence = None
     if finish.reason is FinishReason.CONTEXT_FULL:

@@ -66,7 +66,7 @@ class _Text:
         self.prefix = delta_prefix(item["id"], index, '"content_index":0,')
 
     def text(self) -> str:
-        """All text so far."""
+        """Return all text so far."""
         return "".join(self.pieces)
 
     def place(self) -> str:
@@ -110,7 +110,7 @@ class _Call:
 
 
 def _is_whole(arguments: str) -> bool:
-    """Whether they are JSON, and so did not end too early."""
+    """Say whether they are JSON, and so did not end too early."""
     try:
         json.loads(arguments)
     except (ValueError, RecursionError):

@@ -106,7 +106,7 @@ def response_ignored(body: ResponsesBody, facts: ModelFacts, *, keeps: bool = Fa
 
 
 def _chat_ignored(body: ResponsesBody | InputTokensBody, facts: ModelFacts) -> set[str]:
-    """Those that are about the conversation."""
+    """Name those that are about the conversation."""
     ignored = ignored_tools(body.tools)
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort and not variables_of_effort(effort, facts.template_variables):
@@ -115,7 +115,7 @@ def _chat_ignored(body: ResponsesBody | InputTokensBody, facts: ModelFacts) -> s
 
 
 def response_params(body: ResponsesBody, previous: Sequence[Item] = ()) -> dict[str, str]:
-    """From the contract's path of a field to the name of the field of this request that it was made of."""
+    """Map the contract's path of a field to the name of the field of this request that it was made of."""
     return {
         **PARAMS,
         **constraint_params(constraint_field(body, _format_field(body))),
@@ -146,7 +146,7 @@ def _chat_params(body: ResponsesBody | InputTokensBody, previous: Sequence[Item]
 
 
 def is_included(body: ResponsesBody, name: str) -> bool:
-    """Whether the request includes further data of this name in the answer."""
+    """Say whether the request includes further data of this name in the answer."""
     return name in (body.include or ())
 
 
@@ -180,13 +180,13 @@ def _of_format(form: TextFormat) -> Constraint | None:
 
 
 def _format_field(body: ResponsesBody) -> str | None:
-    """Its name if it asks for a constraint."""
+    """Return its name if it asks for a constraint."""
     form = None if body.text is None else body.text.format
     return None if form is None or form.type == "text" else "text.format"
 
 
 def _num_logprobs(body: ResponsesBody) -> int | None:
-    """How many of the likeliest tokens are told beside each token; None for no log-probabilities."""
+    """Tell how many of the likeliest tokens are told beside each token; None for no log-probabilities."""
     if is_included(body, LOGPROBS):
         return body.top_logprobs or 0
     if body.top_logprobs:
@@ -195,7 +195,7 @@ def _num_logprobs(body: ResponsesBody) -> int | None:
 
 
 async def create_response(request: Request) -> Response:
-    """POST /v1/responses."""
+    """Serve POST /v1/responses."""
     call, front = call_of(request), front_of(request)
     backend = front.backend
     body = await read_body(request, ResponsesBody)
@@ -248,7 +248,7 @@ async def create_response(request: Request) -> Response:
 
 
 async def count_input_tokens(request: Request) -> Response:
-    """POST /v1/responses/input_tokens."""
+    """Serve POST /v1/responses/input_tokens."""
     call, front = call_of(request), front_of(request)
     body = await read_body(request, InputTokensBody)
     await check_model(body.model, front, call)

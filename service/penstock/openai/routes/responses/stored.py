@@ -170,7 +170,7 @@ def _written(item: Item, number: str) -> dict[str, Any]:
 
 
 async def show_response(request: Request) -> Response:
-    """GET /v1/responses/ID."""
+    """Serve GET /v1/responses/ID."""
     if _query(request).get("stream") not in (None, "false"):
         raise unsupported_value("stream", "the events of a response are not kept.")
     kept = await _kept(request)
@@ -178,7 +178,7 @@ async def show_response(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
-    """DELETE /v1/responses/ID."""
+    """Serve DELETE /v1/responses/ID."""
     _query(request)
     store, key, response_id = await _asked(request)
     if not await store.forget(key, response_id):
@@ -187,7 +187,7 @@ async def delete_response(request: Request) -> Response:
 
 
 async def list_input_items(request: Request) -> Response:
-    """GET /v1/responses/ID/input_items."""
+    """Serve GET /v1/responses/ID/input_items."""
     asked = _query(request)
     limit, order = read_limit(asked, _PAGE, _MOST_PER_PAGE), asked.get("order", "desc")
     if order not in ("asc", "desc"):

@@ -142,8 +142,8 @@ def ignored_tools(tools: Sequence[Tool] | None) -> set[str]:
 
 
 def names_of(tools: Sequence[Tool] | None) -> Mapping[str, Mapping[str, str]]:
-    """From the name that the model knows a function by to the fields that name it in a call, for functions
-    of namespaces.
+    """Map the name that the model knows a function by to the fields that name it in a call, for functions of
+    namespaces.
     """
     return {
         function.flat_name: {"name": function.tool.name, "namespace": function.namespace}

@@ -51,11 +51,11 @@ class _AssistantTurn:
     """For each of the calls, the field that has its item."""
 
     def may_think(self) -> bool:
-        """Whether reasoning can belong to this turn: it comes before all else."""
+        """Say whether reasoning can belong to this turn: it comes before all else."""
         return not (self.texts or self.calls)
 
     def may_speak(self) -> bool:
-        """Whether a message can belong to this turn: a second one is a turn of its own, but for what the
+        """Say whether a message can belong to this turn: a second one is a turn of its own, but for what the
         model said after a call.
         """
         return not self.texts or bool(self.calls)
@@ -93,7 +93,7 @@ def turns_of(
 def turn_params(
     items: str | Sequence[Item], instructions: str | None, previous: Sequence[Item] = ()
 ) -> Mapping[str, str]:
-    """From the contract's path of a part of a turn to the field that it was made of."""
+    """Map the contract's path of a part of a turn to the field that it was made of."""
     params = {"chat.messages": "input"}
     for i, turn in enumerate(_grouped(items, instructions, previous)):
         at = f"chat.messages[{i}]"
@@ -174,7 +174,7 @@ def _add(turns: list[_AssistantTurn | _OtherTurn], at: str, item: Item) -> None:
 
 
 def has_pictures(items: str | Sequence[Item]) -> bool:
-    """Whether pictures must be made of a part of an item, which takes long."""
+    """Say whether pictures must be made of a part of an item, which takes long."""
     return not isinstance(items, str) and any(
         isinstance(part, InputImage)
         for item in items

@@ -325,9 +325,9 @@ def whole_response(answer: Generation, asked: Asked) -> str:
 
 
 async def read_response(stream: AsyncGenerationStream, asked: Asked) -> str:
-    """As `whole_response`, for an answer with log-probabilities, which may be large: it is made of a stream's
-    small messages, so that other requests are served meanwhile. Raises the client's errors too, and ApiError
-    for too many log-probabilities.
+    """Do the same as `whole_response`, for an answer with log-probabilities, which may be large: it is made
+    of a stream's small messages, so that other requests are served meanwhile. Raises the client's errors too,
+    and ApiError for too many log-probabilities.
     """
     writer = ResponseWriter(asked)
     async with aclosing(stream):
