@@ -184,7 +184,7 @@ class Adapters(Protocol):
         ...
 
     def list(self) -> tuple[AdapterInfo, ...]:
-        """All adapters that are in memory, by name."""
+        """List all adapters that are in memory, by name."""
         ...
 
     def get(self, name: str) -> AdapterInfo:

@@ -23,7 +23,7 @@ REASONS = {
 
 
 def bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadRequest:
-    """Every violation that fits, and one more that tells how many do not."""
+    """Name every violation that fits, and one more that tells how many do not."""
     bad = error_details_pb2.BadRequest()
     size = 0
     for i, violation in enumerate(violations):
@@ -38,7 +38,7 @@ def bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadRequest
 
 
 def tensor_errors(problems: Sequence[TensorProblem]) -> weights_pb2.TensorErrors:
-    """Every bad tensor that fits; `truncated` tells that there are more."""
+    """Name every bad tensor that fits; `truncated` tells that there are more."""
     found = weights_pb2.TensorErrors()
     size = 0
     for problem in problems:

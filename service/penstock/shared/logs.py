@@ -121,7 +121,7 @@ class _Descriptor:
             data = data[os.write(self._number, data) :]
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """Do nothing: there is nothing to flush."""
 
 
 def stderr_handler() -> logging.Handler:

@@ -38,7 +38,7 @@ class Caller:
         return Role.CONTROL in self.roles
 
     def allows_adapter(self, name: str) -> bool:
-        """Whether the caller may use, and with CONTROL change, the adapter of this name."""
+        """Say whether the caller may use, and with CONTROL change, the adapter of this name."""
         return not self.adapters or name in self.adapters
 
     def cache_salt(self, salt: str) -> str:

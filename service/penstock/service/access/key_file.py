@@ -68,7 +68,7 @@ _FIELDS = frozenset(KeyEntry.__dataclass_fields__)
 
 
 def is_key_id(text: str) -> bool:
-    """Whether the text follows ID_RULE."""
+    """Say whether the text follows ID_RULE."""
     return _ID.fullmatch(text) is not None
 
 

@@ -43,7 +43,7 @@ class TokenBucket:
         return self._level
 
     def wait_s(self) -> float:
-        """Seconds until one may be taken; 0 if one may be taken now."""
+        """Return the seconds until one may be taken; 0 if one may be taken now."""
         level = self.level()
         return 0.0 if level >= _ENOUGH else (1.0 - level) * 60.0 / self.per_minute
 

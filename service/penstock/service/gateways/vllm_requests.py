@@ -121,7 +121,7 @@ def _kept(message: vllm.GenerateRequest, max_context_tokens: int, bad: Violation
 
 
 def _sample(params: vllm.SamplingParams, sampling: types_pb2.SamplingParams, bad: Violations) -> None:
-    """Everything is set, because a gateway has applied the defaults of the model by itself."""
+    """Set everything, because a gateway has applied the defaults of the model by itself."""
     sampling.MergeFrom(_NEUTRAL)
     if params.HasField("temperature"):
         sampling.temperature = _plain(params.temperature)

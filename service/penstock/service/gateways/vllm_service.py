@@ -98,7 +98,7 @@ class VllmServicer:
         return vllm.AbortResponse()
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Any) -> vllm.HealthCheckResponse:
-        """Whether the engine takes requests. Before there is an engine the answer is NOT_READY."""
+        """Say whether the engine takes requests. Before there is an engine the answer is NOT_READY."""
         is_ready = self._engine.ready
         return vllm.HealthCheckResponse(
             healthy=is_ready, message="" if is_ready else "the engine is not ready"

@@ -251,7 +251,7 @@ class GroupLeader:
     # -- life --
 
     def watch(self, pulse: Callable[[], Pulse]) -> None:
-        """From now on end the group, too, if an engine with this pulse has work and makes no progress."""
+        """End the group, too, from now on if an engine with this pulse has work and makes no progress."""
         self._pulse = pulse
 
     def end(self, reason: str) -> GroupEnded:

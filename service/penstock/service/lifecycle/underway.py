@@ -84,7 +84,7 @@ class Calls(grpc.aio.ServerInterceptor):
             self._preparing.discard(limit)
 
     def drain(self) -> None:
-        """From now on let no RPC of the contract reach the engine: those on their way there end with
+        """Let no RPC of the contract reach the engine from now on: those on their way there end with
         Draining. RPCs whose requests are in the engine go on.
         """
         self.is_draining = True

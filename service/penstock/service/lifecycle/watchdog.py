@@ -48,7 +48,7 @@ class Stillness:
         self._is_still = False
 
     def look(self, now_s: float, progress: int, should_move: bool) -> bool:
-        """Whether it has had work and made no progress for longer than the limit."""
+        """Say whether it has had work and made no progress for longer than the limit."""
         if progress != self._progress or not should_move:
             self._since_s, self._progress = now_s, progress
         self._is_still = now_s - self._since_s > self._limit_s
@@ -64,7 +64,7 @@ class Watchdog:
     """Watches one engine, and the event loop that it is made on, from `start` to `stop`."""
 
     def __init__(self, limit_s: float, pulse: Callable[[], Pulse], tell: Callable[[bool], None]) -> None:
-        """`tell(hangs)` is called on the event loop when the engine's thread begins or ceases to hang."""
+        """Call `tell(hangs)` on the event loop when the engine's thread begins or ceases to hang."""
         self._limit_s = limit_s
         self._pulse = pulse
         self._tell = tell

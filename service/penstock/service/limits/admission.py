@@ -89,12 +89,12 @@ class Pace:
         self._ended += count
 
     def per_second(self) -> float | None:
-        """How many end per second, or None if none has ended yet."""
+        """Tell how many end per second, or None if none has ended yet."""
         self._advance()
         return self._ended / max(self._span_s, SHORTEST_S) if self._ended else None
 
     def retry_after_s(self, places: int = 1) -> float:
-        """In how many seconds `places` places should be free for a caller that is refused now.
+        """Say in how many seconds `places` places should be free for a caller that is refused now.
 
         Callers that are refused one after the other get later and later times, so that they do not all come
         back for the same place. None gets a time after all work that is under way now should have ended: a
@@ -298,7 +298,7 @@ class Admission:
             return taken.pop_all().close
 
     def active(self, kind: Kind) -> int:
-        """How many RPCs of the kind are under way."""
+        """Tell how many RPCs of the kind are under way."""
         return self._gates[kind][0].active
 
     @property
@@ -343,7 +343,7 @@ class Receiving:
         self._gates = {kind: work if kind in _WITH_WORK else _receiving_gate(few, clock) for kind in Kind}
 
     def active(self, kind: Kind) -> int:
-        """How many messages of the kind have a place."""
+        """Tell how many messages of the kind have a place."""
         return self._gates[kind].active
 
     async def message(self, kind: Kind, peer: str, read: Callable[[], Awaitable[T]]) -> T:

@@ -39,8 +39,8 @@ def raise_limit(wanted: int) -> None:
 
 
 def connections(wanted: int, num_addresses: int = 1) -> int:
-    """How many connections each listening address may have: as many as `wanted`, or fewer, so that open files
-    are left for the rest of the process; 0 stays 0.
+    """Tell how many connections each listening address may have: as many as `wanted`, or fewer, so that open
+    files are left for the rest of the process; 0 stays 0.
 
     Without this a server that is full of connections would have no file left to work with.
     """
@@ -141,7 +141,7 @@ def grpc_options(bounds: Bounds, max_receive_bytes: int, num_addresses: int = 1)
 
 
 def call_options(bounds: Bounds, max_receive_bytes: int) -> Sequence[tuple[str, int]]:
-    """Those of them that are about calls.
+    """Return those of them that are about calls.
 
     gRPC refuses calls beyond its backlog with a bare CANCELLED, by default from 1,000 calls on, and those
     that nobody has looked at for 30 s. Bursts of honest clients would be refused at random before
@@ -167,7 +167,7 @@ def call_options(bounds: Bounds, max_receive_bytes: int) -> Sequence[tuple[str, 
 
 
 def backlog_of(bounds: Bounds) -> int:
-    """How many calls may wait until the server looks at them."""
+    """Tell how many calls may wait until the server looks at them."""
     return max(_BACKLOG, 2 * bounds.max_rpcs)
 
 

@@ -94,7 +94,7 @@ class ListenOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to the host."""
+    """Say whether only this machine can connect to the host."""
     if host == "localhost":
         return True
     try:

@@ -45,7 +45,7 @@ class TlsFiles:
     """
 
     def named(self) -> dict[str, Path]:
-        """Each file by the name of its option."""
+        """Return each file by the name of its option."""
         files = {"tls_cert": self.cert, "tls_key": self.key}
         return files if self.client_ca is None else {**files, "client_ca": self.client_ca}
 

@@ -104,7 +104,7 @@ class Relay:
             self._num_refusing -= 1
 
     def _end(self, number: int) -> None:
-        """gRPC has ended the call: its status has left, or its client is gone."""
+        """Note that gRPC has ended the call: its status has left, or its client is gone."""
         call = self._calls.pop(number)
         call.close()
         if call.is_open:

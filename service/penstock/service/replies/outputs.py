@@ -181,7 +181,7 @@ class _Merged:
 
 
 def _joined_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-    """One delta for each call that these add to. They are in the order of the calls."""
+    """Make one delta for each call that these add to. They are in the order of the calls."""
     joined = []
     for _, of_call in groupby(deltas, key=lambda delta: delta.index):
         pieces = list(of_call)
@@ -205,8 +205,8 @@ class Pending:
         return bool(self._merged)
 
     def has(self, min_tokens: int) -> bool:
-        """Whether there is a delta of at least `min_tokens` tokens, or one that nothing more can be merged
-        into.
+        """Say whether there is a delta of at least `min_tokens` tokens, or one that nothing more can be
+        merged into.
         """
         merged = self._merged
         if not merged:
@@ -251,7 +251,7 @@ class Pending:
 
     @staticmethod
     def _ends(last: _Merged, delta: Delta, size: int) -> bool:
-        """Whether `delta` must begin a new merged delta."""
+        """Say whether `delta` must begin a new merged delta."""
         if delta.token_ids and last.weights_generation != delta.weights_generation:
             return True
         return last.num_bytes + size > MAX_DELTA_BYTES and last.num_bytes > 0
@@ -266,12 +266,12 @@ class Pending:
 
 
 def hidden_bytes(states: NDArray[np.float32]) -> bytes:
-    """Hidden states as they are sent: each number with its lowest byte first."""
+    """Write hidden states as they are sent: each number with its lowest byte first."""
     return states.astype("<f4", copy=False).tobytes()
 
 
 def prompt_bytes(values: Sequence[TokenLogprobs]) -> int:
-    """About the size of a prompt's log-probabilities on the wire. All entries have equally many
+    """Estimate the size of a prompt's log-probabilities on the wire. All entries have equally many
     candidates.
     """
     return logprobs_bytes(len(values), len(values[-1].top)) if values else 0

@@ -55,7 +55,7 @@ BUFFERED_BYTES = "max_buffered_response_bytes"
 
 
 def logprobs_bytes(num_tokens: int, top: int) -> int:
-    """About the size of the log-probabilities of `num_tokens` tokens with `top` candidates each."""
+    """Estimate the size of the log-probabilities of `num_tokens` tokens with `top` candidates each."""
     return num_tokens * (_SAMPLED_BYTES + _CANDIDATE_BYTES * top)
 
 

@@ -108,7 +108,7 @@ def named_adapter(message: adapters_pb2.UnloadAdapterRequest | adapters_pb2.PinA
 
 
 def is_name(name: str) -> bool:
-    """Whether an adapter can have this name."""
+    """Say whether an adapter can have this name."""
     try:
         check_name(name)
     except InvalidRequest:

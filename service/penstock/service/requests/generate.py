@@ -106,8 +106,8 @@ class Violations:
         self._num_more += count
 
     def allows(self, field: str, count: int, most: int, what: str) -> bool:
-        """Whether there are at most `most` values; adds a violation if not. To be asked before anything walks
-        over them.
+        """Say whether there are at most `most` values; add a violation if not. To be asked before anything
+        walks over them.
         """
         if count > most:
             self.add(field, f"at most {most} {what}, not {count}")
@@ -197,7 +197,7 @@ def _biases(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> t
 
 
 def num_outputs(message: types_pb2.SamplingParams, most: int, bad: Violations) -> int:
-    """How many outputs the request asks for."""
+    """Tell how many outputs the request asks for."""
     if message.HasField("n") and not 1 <= message.n <= most:
         bad.add("sampling.n", f"must be from 1 to {most}, not {message.n}")
     return message.n if message.HasField("n") else 1
@@ -383,8 +383,8 @@ def chat_prompt(
 
 
 def _is_within_bounds(message: types_pb2.ChatPrompt, bad: Violations) -> bool:
-    """Whether the chat has few enough turns, tools and calls to look at all of them; adds a
-    violation if not.
+    """Say whether the chat has few enough turns, tools and calls to look at all of them; add a violation if
+    not.
     """
     few_turns = bad.allows("chat.messages", len(message.messages), MAX_TURNS, "messages")
     few_tools = bad.allows("chat.tools", len(message.tools), MAX_TOOLS, "tools")
@@ -739,9 +739,9 @@ async def encode_prompt(
     add_special_tokens: bool | None = None,
     reader: ImageReader | None = None,
 ) -> Encoded:
-    """Token ids of a prompt for a context of `room` tokens. Chats, long texts and prompts with images are
-    encoded in a thread. If `add_special_tokens` is None, they are added to text, and not to chats. `reader`
-    reads the images; None: the model reads none.
+    """Encode a prompt into token ids for a context of `room` tokens. Chats, long texts and prompts with
+    images are encoded in a thread. If `add_special_tokens` is None, they are added to text, and not to chats.
+    `reader` reads the images; None: the model reads none.
 
     Megabytes are not tokenized just to learn that they are too long. Raises PromptTooLong for a text that
     leaves no room for one more token, whatever its tokens are. With `cuts` a longer prompt will be cut; then
@@ -779,7 +779,7 @@ def chat_weight(chat: Chat) -> int:
 
 
 async def encode_words(codec: Text | None, words: Sequence[str], lanes: Lanes) -> tuple[tuple[int, ...], ...]:
-    """Token ids of bad words, in all their spellings. Many of them are encoded in a thread."""
+    """Encode bad words into token ids, in all their spellings. Many of them are encoded in a thread."""
     work = partial(word_ids, codec, words)
     num_chars = sum(len(word) + _CALL_CHARS for word in words)
     return work() if num_chars <= INLINE_CHARS else await lanes.text(work, num_chars)

@@ -224,7 +224,7 @@ def answers_for(method: RelevanceMethod, limits: Limits) -> tuple[int, int] | No
 
 
 def can_rerank(method: RelevanceMethod, limits: Limits) -> bool:
-    """Whether the server has what the method needs."""
+    """Say whether the server has what the method needs."""
     try:
         answers_for(method, limits)
     except UnsupportedFeature:
@@ -378,7 +378,7 @@ def _part(
 
 
 def _ids(name: str, ids: Ids, limits: Limits, truncation: Truncation, bad: Violations) -> TokenPrompt:
-    """Token ids, counted before anything walks over all of them."""
+    """Read token ids, counted before anything walks over all of them."""
     room = limits.info.room
     most = room - 1 if truncation is Truncation.REJECT else most_cut_tokens(room)
     field = f"{name}.ids"

@@ -134,7 +134,7 @@ class Sends:
         return send
 
     def limit_s(self, num_bytes: int) -> float:
-        """Seconds that a message of this size may take."""
+        """Return the seconds that a message of this size may take."""
         return self._limit_s + num_bytes / SLOWEST_BYTES_PER_S
 
     async def refuse(self, task: Task, peer: str) -> None:

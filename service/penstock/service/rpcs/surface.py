@@ -41,9 +41,8 @@ class Surface(grpc.aio.ServerInterceptor):
     def __init__(
         self, elsewhere: frozenset[str], where: Callable[[], str], *, own_requests_only: bool = False
     ) -> None:
-        """Call of the methods `elsewhere` are refused; the error tells `where` to go. With
-        `own_requests_only` Abort ends only the caller's own requests, whatever its role, and WatchLoad lists
-        none.
+        """Refuse calls of the methods `elsewhere`; the error tells `where` to go. With `own_requests_only`
+        Abort ends only the caller's own requests, whatever its role, and WatchLoad lists none.
         """
         self._elsewhere = elsewhere
         self._where = where

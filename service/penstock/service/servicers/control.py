@@ -165,7 +165,7 @@ def _zipped(folder: Path) -> IO[bytes]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All files below a folder. Raises OSError if there is none."""
+    """List all files below a folder. Raises OSError if there is none."""
     files = sorted(path for path in folder.rglob("*") if not path.is_dir())
     if not files:
         raise FileNotFoundError(f"{folder} is not there any more")

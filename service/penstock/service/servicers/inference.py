@@ -570,7 +570,7 @@ class ServedRanking(ServedReading):
         self._ranking = job
 
     async def _read(self) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
-        """Query and documents, or what the model is asked about each document with both answers."""
+        """Read query and documents, or what the model is asked about each document with both answers."""
         job = self._ranking
         self._ranking = job.without_load()
         if job.method is RelevanceMethod.YES_NO:

@@ -117,7 +117,7 @@ def _add_files(response: ServerReflectionResponse, file: FileDescriptor) -> None
 
 @functools.cache
 def _comments() -> Mapping[str, bytes]:
-    """From the name of a file of the contract to its comments: a serialized FileDescriptorProto with nothing
+    """Map the name of a file of the contract to its comments: a serialized FileDescriptorProto with nothing
     else, so that both, joined, are one message.
     """
     data = resources.files(__package__).joinpath(_COMMENTS).read_bytes()

@@ -123,7 +123,9 @@ class Lane:
         return await self.begin(work, weight)
 
     def begin(self, work: Callable[[], T], weight: int = 1) -> asyncio.Future[T]:
-        """As `run`, but do not wait for it. A weight of 0 is for work that must not be refused."""
+        """Do the same as `run`, but do not wait for it. A weight of 0 is for work that must not be
+        refused.
+        """
         held = self._pace.active
         if held and weight and held + weight > self.most:
             if self._meters is not None:
@@ -171,8 +173,8 @@ def _without_stop_iteration(work: Callable[[], T]) -> T:
 
 
 def _image_threads() -> int:
-    """Few: each may need a gigabyte for the pixels of one image, and takes a processor from the model on a
-    CPU.
+    """Choose few threads: each may need a gigabyte for the pixels of one image, and takes a processor from
+    the model on a CPU.
     """
     return max(2, min(8, available_processors() // 4))
 

@@ -28,7 +28,7 @@ _PHASES = {
 def load_response(
     load: Load, *, is_paused: bool, weights: WeightsVersion, adapters: Sequence[AdapterInfo]
 ) -> control_pb2.GetLoadResponse:
-    """How busy the engine is. `adapters` are all that are in memory."""
+    """Tell how busy the engine is. `adapters` are all that are in memory."""
     return control_pb2.GetLoadResponse(
         running_requests=load.num_running,
         queued_requests=load.num_waiting,
@@ -51,7 +51,7 @@ def report_of(
     adapters: Sequence[AdapterInfo],
     max_running: int,
 ) -> control_pb2.WatchLoadResponse:
-    """All that watchers are told but the requests. `at_ns` is in Unix time; without `metrics` what is
+    """Return all that watchers are told but the requests. `at_ns` is in Unix time; without `metrics` what is
     measured is not set.
     """
     report = control_pb2.WatchLoadResponse(
@@ -146,7 +146,7 @@ def _summary(found: Distribution) -> telemetry_pb2.LatencySummary:
 
 
 def request_status(output: OutputStatus, now_ns: int) -> telemetry_pb2.RequestStatus:
-    """Where an output stands; `now_ns` is in monotonic time. Its id is the one that its caller sent."""
+    """Tell where an output stands; `now_ns` is in monotonic time. Its id is the one that its caller sent."""
     _, _, index = output.request_id.partition(SEPARATOR)
     return telemetry_pb2.RequestStatus(
         request_id=own_id(output.request_id),

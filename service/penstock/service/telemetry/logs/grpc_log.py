@@ -24,7 +24,7 @@ on with the bytes.
 
 
 def says_something(record: logging.LogRecord) -> bool:
-    """Whether gRPC's record is worth a line in the log."""
+    """Say whether gRPC's record is worth a line in the log."""
     if str(record.msg).startswith(_NOT_TEXT):
         return False
     kind, error = (record.exc_info or (None, None))[:2]
@@ -35,7 +35,7 @@ def says_something(record: logging.LogRecord) -> bool:
 
 
 def is_severe(record: logging.LogRecord) -> bool:
-    """Whether OpenTelemetry's record is worth a line in the log."""
+    """Say whether OpenTelemetry's record is worth a line in the log."""
     return record.levelno >= logging.ERROR
 
 

@@ -23,7 +23,7 @@ class LineBudget:
         self._at = clock()
 
     def take(self) -> bool:
-        """Whether a line may be written now; counts it if so."""
+        """Say whether a line may be written now; count it if so."""
         now = self._clock()
         self._tokens = min(self._most, self._tokens + (now - self._at) * self._most)
         self._at = now

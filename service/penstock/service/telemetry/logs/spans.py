@@ -23,7 +23,9 @@ def note_span(record: logging.LogRecord) -> bool:
 
 
 def ids_of(record: logging.LogRecord) -> Mapping[str, str]:
-    """`trace_id` and `span_id` in hexadecimal digits; nothing if the record belongs to no recorded RPC."""
+    """Return `trace_id` and `span_id` in hexadecimal digits; nothing if the record belongs to no recorded
+    RPC.
+    """
     context: SpanContext | None = getattr(record, _ATTRIBUTE, None)
     if context is None:
         return {}

@@ -157,7 +157,7 @@ class Pages:
         return Page(text.CONTENT_TYPE_PLAIN_0_0_4, text.generate_latest(self))
 
     def collect(self) -> Iterator[Family]:
-        """All families, for prometheus_client."""
+        """Yield all families, for prometheus_client."""
         for family in self._families():
             yield family
             time.sleep(GIVE_WAY_S)
@@ -169,7 +169,7 @@ def _zipped(page: Page) -> Page:
 
 
 def prefers_openmetrics(accept: str) -> bool:
-    """Whether an Accept header weighs OpenMetrics at least as much as plain text."""
+    """Say whether an Accept header weighs OpenMetrics at least as much as plain text."""
     weights = {name: weight for name, weight in _weights(accept) if weight > 0}
     plain = max((weights.get(name, 0.0) for name in _TEXTS), default=0.0)
     return OPENMETRICS in weights and weights[OPENMETRICS] >= plain
@@ -302,7 +302,7 @@ class Endpoint:
             await asyncio.sleep(PACE_S)
 
     def _has_place(self) -> bool:
-        """Whether there is a place for one connection more; the oldest may have to go for it."""
+        """Say whether there is a place for one connection more; the oldest may have to go for it."""
         if len(self._open) < MOST_CONNECTIONS:
             return True
         oldest, begun = next(iter(self._open.items()))

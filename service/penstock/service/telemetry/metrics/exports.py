@@ -79,7 +79,7 @@ class Metrics:
             await in_thread(self._endpoint.stop)
 
     def _snapshots(self) -> Sequence[Snapshot]:
-        """Of the engine, if there is one, and of the service. Called on other threads."""
+        """Take snapshots of the engine, if there is one, and of the service. Called on other threads."""
         engine = self._engine
         return [*([] if engine is None else [engine.registry.snapshot()]), self.registry.snapshot()]
 
@@ -129,7 +129,7 @@ def open_collector(
 
 
 def push_interval_s(metrics: MetricsOptions, environ: Mapping[str, str]) -> float:
-    """Seconds between two pushes; 0: never."""
+    """Return the seconds between two pushes; 0: never."""
     if metrics.otlp_metrics_interval_s is not None:
         return metrics.otlp_metrics_interval_s
     text = environ.get(INTERVAL, "").strip()

@@ -30,7 +30,7 @@ _INFO = ".info"
 
 
 def is_info(instrument: Instrument) -> bool:
-    """Whether the instrument only carries labels, and its value is always 1."""
+    """Say whether the instrument only carries labels, and its value is always 1."""
     return instrument.kind is Kind.GAUGE and instrument.name.endswith(_INFO)
 
 
@@ -66,7 +66,7 @@ def underscored(name: str) -> str:
 
 
 def families(metrics: Iterable[Metric]) -> Iterator[Family]:
-    """One family for each metric that has a point, made when it is asked for."""
+    """Yield one family for each metric that has a point, made when it is asked for."""
     for metric in metrics:
         if metric.points:
             yield family(metric)
@@ -189,7 +189,9 @@ class VllmLabels:
 
 
 def vllm_families(metrics: Iterable[Metric], labels: VllmLabels) -> Iterator[Family]:
-    """vLLM's metrics, made of ours when they are asked for. Those whose source is missing are left out."""
+    """Yield vLLM's metrics, made of ours when they are asked for. Those whose source is missing are left
+    out.
+    """
     by_name = {metric.instrument.name: metric for metric in metrics if metric.points}
     for view in VIEWS:
         if view.source.name in by_name:

@@ -37,7 +37,7 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 
 def metrics_data(snapshots: Sequence[Snapshot], resource: Resource, scope: str) -> MetricsData:
-    """All metrics of these snapshots, as the state of one `resource`. `scope` names who measured."""
+    """Return all metrics of these snapshots, as the state of one `resource`. `scope` names who measured."""
     metrics = [made for snapshot in snapshots for made in _metrics(snapshot)]
     scoped = ScopeMetrics(InstrumentationScope(scope), metrics, "")
     return MetricsData([ResourceMetrics(resource, [scoped], resource.schema_url)])

@@ -146,7 +146,7 @@ _RATIO_SAMPLERS = {
 
 
 def destination(options: TracingOptions, signal: Signal, environ: Environ = os.environ) -> Destination | None:
-    """Where telemetry of this kind goes; None if no address is given, or a variable switches it off."""
+    """Tell where telemetry of this kind goes; None if no address is given, or a variable switches it off."""
     if why_off(signal, environ):
         return None
     values = _Values(signal, environ)
@@ -248,7 +248,7 @@ class _Values:
         return self._prefixes[1] + name, ""
 
     def is_own(self, variable: str) -> bool:
-        """Whether the variable is this signal's own."""
+        """Say whether the variable is this signal's own."""
         return variable.startswith(self._prefixes[0])
 
 

@@ -328,7 +328,7 @@ def _proxy(destination: Destination) -> _Proxy | None:
 
 
 def _outcome(response: http.client.HTTPResponse, answer: bytes) -> Taken | Failed:
-    """By OTLP's rules any 2xx is a success, and a redirect is none."""
+    """Say what came of it: by OTLP's rules any 2xx is a success, and a redirect is none."""
     if 200 <= response.status < 300:
         return Taken(answer)
     why = f"HTTP {response.status} {quoted(response.reason)}".rstrip()

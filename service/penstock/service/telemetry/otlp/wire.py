@@ -54,7 +54,7 @@ def _value(value: AttributeValue) -> bytes:
 
 
 def element(value: AttributeValue) -> bytes:
-    """One element of an array, for `array_value`."""
+    """Encode one element of an array, for `array_value`."""
     return sized(0x0A, _value(value))
 
 
@@ -82,7 +82,7 @@ def array_attribute(key: str, elements: bytes) -> bytes:
 
 
 def attributes(values: Attributes) -> bytes:
-    """Attributes of a span."""
+    """Encode the attributes of a span."""
     return b"".join(
         [
             attribute(key, value) if isinstance(value, list) else cached_attribute(key, value)
@@ -114,7 +114,7 @@ def link(trace_id: bytes, span_id: bytes) -> bytes:
 
 
 def event(name: str, at_ns: int, values: Attributes) -> bytes:
-    """Something that happened at a moment of a span."""
+    """Encode something that happened at a moment of a span."""
     made = [sized(0x1A, _key_value(key, _value(value))) for key, value in values.items()]
     return sized(0x5A, _AT.pack(0x09, at_ns) + sized(0x12, name.encode()) + b"".join(made))
 

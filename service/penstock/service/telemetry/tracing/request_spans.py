@@ -104,7 +104,7 @@ class Step(NamedTuple):
 
 
 def step_of(record: StepRecord, *, ids: bytes, begin_ns: int, prefills: bool) -> Step:
-    """`ids` are ID_BYTES random bytes, the same as for `step_trace`."""
+    """Describe a step. `ids` are ID_BYTES random bytes, the same as for `step_trace`."""
     seconds = wire.element((record.waited_ns - begin_ns) / 1e9)
     id_attribute = wire.attribute("penstock.step.id", record.plan.step_id)
     link = wire.link(ids[:16], ids[16:24])

@@ -165,7 +165,7 @@ class RequestTrace:
             self._begun[-1] = begun._replace(attributes={"gen_ai.usage.input_tokens": num_tokens})
 
     def enters(self, phase: str) -> None:
-        """Another phase begins now, and the one before ends."""
+        """Begin another phase now, and end the one before."""
         if self._context is not None:
             self._begun.append(Begun(phase, time.monotonic_ns()))
 
@@ -181,13 +181,13 @@ class RequestTrace:
             self._num_queued += 1
 
     def stalled(self, since_ns: int, seconds: float, gave_up: bool) -> None:
-        """Nobody took what waited, from this monotonic time on, for that long."""
+        """Note that nobody took what waited, from this monotonic time on, for that long."""
         if self._context is not None and len(self._happened) < _MOST_STALLS:
             told: Attributes = {"penstock.stall.duration": seconds, "penstock.stall.gave_up": gave_up}
             self._happened.append(Happened("stalled", since_ns, told))
 
     def finished(self, finishes: Sequence[Finish], timing: RequestTiming | None) -> None:
-        """All outputs have ended, and were read."""
+        """Note that all outputs have ended, and were read."""
         if self._context is not None:
             reasons = [finish.reason.value for finish in finishes]
             self._attributes["gen_ai.response.finish_reasons"] = reasons

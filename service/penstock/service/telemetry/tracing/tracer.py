@@ -209,7 +209,7 @@ class Tracer:
         return True
 
     def _forget(self, followed: FollowedRequest) -> None:
-        """Follows a request no more. If it has ended for its caller, it is recorded as it is known now."""
+        """Follow a request no more. If it has ended for its caller, it is recorded as it is known now."""
         self._requests.pop(followed.context.span_id, None)
         self._closing.pop(followed.context.span_id, None)
         self._end_windows(followed.outputs.values())
@@ -222,7 +222,7 @@ class Tracer:
         self._made += request_spans(followed, closed)
 
     def _give_up(self, before_ns: int) -> None:
-        """Forgets those that had ended for their caller by then."""
+        """Forget those that had ended for their caller by then."""
         for followed in list(self._closing.values()):
             if followed.closed is not None and followed.closed.end_ns <= before_ns:
                 self._forget(followed)
