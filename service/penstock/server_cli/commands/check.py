@@ -211,7 +211,7 @@ def _inspect(args: argparse.Namespace) -> Inspection:
 
 
 def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
-    """Everything that is printed, as JSON values."""
+    """Return everything that is printed, as JSON values."""
     text, tools, reasoning = found.text, None, None
     if text is not None and text.has_chat_template:
         forms = choose_forms(text.chat_template, text.added_tokens)

@@ -200,8 +200,8 @@ def _show(client: Client, addr: str, url: str) -> None:
 
 
 def programs() -> tuple[str, str]:
-    """How another terminal in this folder calls `penstock` and Python: with a path if they are
-    not on PATH.
+    """Tell how another terminal in this folder calls `penstock` and Python: with a path if they are not on
+    PATH.
     """
     if shutil.which("penstock") is not None:
         return "penstock", "python"

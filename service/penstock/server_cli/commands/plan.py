@@ -152,7 +152,7 @@ def _draft(folder: str, target: ModelConfig) -> ModelConfig:
 
 
 def _smallest(plans: Sequence[Plan]) -> Plan | None:
-    """Of the machines on which the rows fit, the one with the least memory."""
+    """Choose of the machines on which the rows fit the one with the least memory."""
     fitting = [each for each in plans if each.fits]
     return min(fitting, key=lambda each: each.machine.chip.memory_bytes * each.machine.devices, default=None)
 

@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
 def rows_of(
     usage: Mapping[Kind, Counts], groups: Sequence[str], key: str | None = None
 ) -> list[dict[str, str | int]]:
-    """One row for each combination of `groups`, in their order: requests, in all and by outcome,
-    and tokens.
+    """Return one row for each combination of `groups`, in their order: requests, in all and by outcome, and
+    tokens.
     """
     sums: dict[tuple[str, ...], dict[str, int]] = {}
     for kind, counts in usage.items():

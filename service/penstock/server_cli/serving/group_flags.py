@@ -121,7 +121,7 @@ def check_server(options: ServerOptions, group: GroupOptions) -> None:
 
 
 def leader_address(flags: GroupFlags, group: GroupOptions, options: ServerOptions) -> str:
-    """Where a follower finds the leader's server. Raises ConfigError if that cannot be known."""
+    """Tell where a follower finds the leader's server. Raises ConfigError if that cannot be known."""
     if flags.leader is not None:
         return flags.leader
     apart = options.listen.control_port
