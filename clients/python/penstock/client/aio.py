@@ -331,8 +331,8 @@ class AsyncClient(AsyncAdapters):
         return pages.joined()
 
     async def is_ready(self, timeout: float = 1.0) -> bool:
-        """Whether the server's health is SERVING now. Also false if nobody answers within
-        `timeout` seconds.
+        """Say whether the server's health is SERVING now. Also false if nobody answers within `timeout`
+        seconds.
         """
         return await self._health().why_not(timeout) is None
 

@@ -333,8 +333,8 @@ class Client(Adapters):
         return pages.joined()
 
     def is_ready(self, timeout: float = 1.0) -> bool:
-        """Whether the server's health is SERVING now. Also false if nobody answers within
-        `timeout` seconds.
+        """Say whether the server's health is SERVING now. Also false if nobody answers within `timeout`
+        seconds.
         """
         return self._health().why_not(timeout) is None
 

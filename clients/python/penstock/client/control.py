@@ -182,7 +182,7 @@ def received(messages: ServerStream[Message], folder: Folder | None) -> Profile:
 
 
 async def received_async(messages: AsyncServerStream[Message], folder: Folder | None) -> Profile:
-    """As `received`. Files are written in threads."""
+    """Do the same as `received`. Files are written in threads."""
     async with messages:
         with tempfile.TemporaryFile() as file:
             answer = await asyncio.to_thread(_Answer, file, folder)
@@ -195,7 +195,7 @@ class _Answer:
     """The answer so far, whose chunks are written to a file."""
 
     def __init__(self, file: IO[bytes], folder: Folder | None) -> None:
-        """OSError if `folder` cannot be made."""
+        """Raise OSError if `folder` cannot be made."""
         self._file = file
         self._folder = None if folder is None else Path(folder)
         if self._folder is not None:

@@ -79,7 +79,7 @@ def outcome(change: WeightsUpdate | CommittedWeights) -> str:
 
 
 def sent(update: WeightsUpdate) -> str:
-    """How much was sent, and how long it took; empty if nothing was."""
+    """Tell how much was sent, and how long it took; empty if nothing was."""
     if not update.bytes_received:
         return ""
     megabytes = update.bytes_received / 1e6

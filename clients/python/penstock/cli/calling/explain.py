@@ -131,7 +131,7 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
 
 
 def _is_answer_lost(error: PenstockClientError) -> bool:
-    """Whether it is not known what the server did."""
+    """Say whether it is not known what the server did."""
     return isinstance(error, Unreachable | Cancelled | DeadlineExceeded) and not isinstance(
         error, DrainTimeout
     )

@@ -40,7 +40,7 @@ def _show(client: Client, as_json: bool) -> int:
 
 
 def _since(model: ModelInfo) -> str:
-    """When the weights went live, in the local time zone."""
+    """Tell when the weights went live, in the local time zone."""
     since = model.weights_since
     return "not stated" if since is None else since.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
 

@@ -29,18 +29,22 @@ class RequestTrace:
 
 
 def time_to_first_token(trace: RequestTrace) -> float | None:
-    """Seconds from sending the request to the first message with tokens; None without such a message."""
+    """Return the seconds from sending the request to the first message with tokens; None without such a
+    message.
+    """
     return trace.arrivals[0][0] - trace.sent if trace.arrivals else None
 
 
 def time_per_output_token(trace: RequestTrace) -> float | None:
-    """Seconds per token after the first message; None if no token came after it."""
+    """Return the seconds per token after the first message; None if no token came after it."""
     after_first = sum(count for _, count in trace.arrivals[1:])
     return (trace.arrivals[-1][0] - trace.arrivals[0][0]) / after_first if after_first else None
 
 
 def inter_token_latencies(trace: RequestTrace) -> list[float]:
-    """Seconds between messages with tokens: what a reader waits, however many tokens each message brings."""
+    """Return the seconds between messages with tokens: what a reader waits, however many tokens each message
+    brings.
+    """
     times = [time for time, _ in trace.arrivals]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 

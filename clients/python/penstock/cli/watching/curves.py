@@ -11,7 +11,7 @@ _ASCII_LEVELS = "_.-=+*%#"
 
 
 def curve(values: Sequence[float | None], *, most: float | None = None, ascii_only: bool = False) -> str:
-    """One character for each value; a space where there is none. The highest is `most`, or the largest
+    """Write one character for each value; a space where there is none. The highest is `most`, or the largest
     value.
     """
     levels = _ASCII_LEVELS if ascii_only else _LEVELS

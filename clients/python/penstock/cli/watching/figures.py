@@ -45,7 +45,7 @@ def age(value: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits, without a trailing zero behind the point."""
+    """Write three digits, without a trailing zero behind the point."""
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     text = f"{value:.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

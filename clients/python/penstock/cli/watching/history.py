@@ -53,8 +53,8 @@ class History:
             self._points.popleft()
 
     def curve(self, value: Callable[[Point], float | None], columns: int) -> Sequence[float | None]:
-        """Means of the values for so many equal parts of the last minutes, the newest part last; None for
-        parts without a report. Parts begin at multiples of their length, so that curves do not flicker.
+        """Return means of the values for so many equal parts of the last minutes, the newest part last; None
+        for parts without a report. Parts begin at multiples of their length, so that curves do not flicker.
         """
         if not self._points or columns < 1:
             return []

@@ -16,7 +16,7 @@ _MOST_CHARS = 48
 
 
 def requests_table(report: LoadReport, why_none: str, lines: int) -> RenderableType:
-    """As many requests as fit into so many lines; the last line says how many more there are."""
+    """Show as many requests as fit into so many lines; the last line says how many more there are."""
     if why_none:
         return Text(visible(why_none), "bright_black", no_wrap=True, overflow="ellipsis")
     there = report.load.running_requests + report.load.queued_requests

@@ -56,7 +56,7 @@ class Screen:
 
 
 def view(shown: Shown, screen: Screen) -> RenderableType:
-    """Everything that the screen has room for, the most important first."""
+    """Show everything that the screen has room for, the most important first."""
     if screen.columns >= _FRAMED_COLUMNS and screen.lines >= _FRAMED_LINES:
         return _framed(shown, screen)
     parts: list[RenderableType] = [_headline(shown)]
@@ -77,7 +77,7 @@ def view(shown: Shown, screen: Screen) -> RenderableType:
 
 
 def lines_of(report: LoadReport) -> int:
-    """As many lines as it takes to show a report with all its requests."""
+    """Return as many lines as it takes to show a report with all its requests."""
     return 1 + _LOAD_LINES + _LATENCY_LINES + _WORK_LINES + 2 + len(report.requests)
 
 
@@ -196,7 +196,7 @@ def _latencies(report: LoadReport) -> RenderableType:
 
 
 def _work(report: LoadReport) -> RenderableType:
-    """Two lines on the engine's steps, and on what was saved and lost."""
+    """Write two lines on the engine's steps, and on what was saved and lost."""
     rates, totals = report.rates, report.totals
     if rates is None or totals is None:
         return _line("this server was started without metrics", "yellow")

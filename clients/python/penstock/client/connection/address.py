@@ -104,7 +104,7 @@ def host_of(text: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine. A name other than localhost counts as another machine."""
+    """Say whether a host is this machine. A name other than localhost counts as another machine."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
@@ -155,7 +155,7 @@ def proxy_of(addr: str, environ: Mapping[str, str] = os.environ) -> tuple[str, s
 
 
 def _is_excluded(host: str, entries: Sequence[str]) -> bool:
-    """Whether the end of the host's name, or a network that it is in, is among the entries."""
+    """Say whether the end of the host's name, or a network that it is in, is among the entries."""
     if any(host.endswith(entry) for entry in entries):
         return True
     for entry in entries:

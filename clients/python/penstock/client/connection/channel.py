@@ -223,11 +223,11 @@ class Attempts:
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
     def timeout(self) -> float | None:
-        """Seconds that the next attempt may take; None means no limit."""
+        """Return the seconds that the next attempt may take; None means no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def delay_after(self, error: PenstockClientError) -> float | None:
-        """Seconds to wait before the next attempt; None if the error is final."""
+        """Return the seconds to wait before the next attempt; None if the error is final."""
         self._made += 1
         again = isinstance(error, UnavailableError) or (
             isinstance(error, DuplicateRequestId | UpdateUnderWay) and self._may_have_arrived

@@ -87,7 +87,7 @@ class _Waiting:
         return min(_ONE_ANSWER_S, self._deadline - time.monotonic())
 
     def goes_on(self, found: str | None) -> bool:
-        """Whether to ask again after this answer of `why_not`."""
+        """Say whether to ask again after this answer of `why_not`."""
         if found != _NOBODY_ANSWERED:
             self.why = found
         return found is not None and time.monotonic() < self._deadline
@@ -111,8 +111,8 @@ def _why_not_ready(reply: health_pb2.HealthCheckResponse) -> str | None:
 
 
 def _why_no_answer(error: grpc.RpcError) -> str:
-    """Why a health check failed. Raises its error if waiting does not help, because the server answered, and
-    with more than "not yet".
+    """Say why a health check failed. Raises its error if waiting does not help, because the server answered,
+    and with more than "not yet".
     """
     code: grpc.StatusCode = error.code()
     match code:

@@ -44,8 +44,8 @@ class Violations:
 
     @contextlib.contextmanager
     def of(self, field: str) -> Iterator[None]:
-        """Like `checked`, but execution goes on after the block. An InvalidRequest that is raised inside
-        keeps its own fields.
+        """Do as `checked` does, but go on after the block. An InvalidRequest that is raised inside keeps its
+        own fields.
         """
         try:
             with checked(field):

@@ -157,7 +157,7 @@ class AsyncReceiver(AsyncIterator[MessageT]):
 
 
 def is_task_cancelled() -> bool:
-    """Whether this task was cancelled, and not only its call: grpc.aio raises asyncio.CancelledError for
+    """Say whether this task was cancelled, and not only its call: grpc.aio raises asyncio.CancelledError for
     both.
 
     Without this, closing the client would look like a task's own cancellation to a task that waits for an

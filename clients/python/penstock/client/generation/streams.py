@@ -227,19 +227,21 @@ class _Progress:
         return self._answer.started.request_id if self._answer.started is not None else None
 
     def text(self, index: int = 0) -> str:
-        """All text of output `index` so far; `reasoning`, `token_ids` and `tool_calls` work alike."""
+        """Return all text of output `index` so far; `reasoning`, `token_ids` and `tool_calls` work alike."""
         return self._answer.so_far(index).text
 
     def reasoning(self, index: int = 0) -> str:
-        """All reasoning of output `index` received so far."""
+        """Return all reasoning of output `index` received so far."""
         return self._answer.so_far(index).reasoning
 
     def token_ids(self, index: int = 0) -> tuple[int, ...]:
-        """All token ids of output `index` received so far."""
+        """Return all token ids of output `index` received so far."""
         return tuple(self._answer.so_far(index).token_ids)
 
     def tool_calls(self, index: int = 0) -> tuple[ToolCall, ...]:
-        """All calls of output `index` received so far; the last may still grow if they come in pieces."""
+        """Return all calls of output `index` received so far; the last may still grow if they come in
+        pieces.
+        """
         return self._answer.so_far(index).tool_calls
 
     def _finish(self) -> None:

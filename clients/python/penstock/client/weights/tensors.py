@@ -156,7 +156,7 @@ def _bytes_of(array: Any) -> Any:
 
 
 def _packed(nibbles: Any) -> Any:
-    """Two int4 in each byte, the first one in the low half. NumPy holds each in a byte of its own."""
+    """Pack two int4 in each byte, the first one in the low half. NumPy holds each in a byte of its own."""
     packed, high = nibbles[0::2] & 0xF, nibbles[1::2] & 0xF
     packed[: high.size] |= high << 4
     return packed

@@ -232,8 +232,8 @@ def chunks_of(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[weights_p
 
 
 def chunk_bytes_of(max_chunk_bytes: int) -> int:
-    """How many bytes of a tensor to send at once, to a server whose most is this. It is 0 for a server that
-    takes no updates, which says so itself when one begins.
+    """Tell how many bytes of a tensor to send at once, to a server whose most is this. It is 0 for a server
+    that takes no updates, which says so itself when one begins.
     """
     return min(max_chunk_bytes or _MOST_CHUNK_BYTES, _MOST_CHUNK_BYTES)
 
