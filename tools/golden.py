@@ -522,7 +522,8 @@ def save_tokenizer(folder: Path, marks: Mapping[str, str] | None = None) -> None
 
 
 def case_of(model: Any, prompt: torch.Tensor) -> dict[str, Any]:
-    """Greedy tokens after a prompt [1, T], their log-probabilities, and the largest logits after the prompt.
+    """Return greedy tokens after a prompt [1, T], their log-probabilities, and the largest logits after the
+    prompt.
 
     Every token is computed from the whole text, without a cache.
     """

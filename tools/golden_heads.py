@@ -42,7 +42,9 @@ class Head(nn.Module):  # type: ignore[misc]  # torch is not there where types a
         self.others = (parts.embed_tokens, parts.rotary_emb, model.lm_head)
 
     def forward(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [T] and the hidden states before them [T, E] -> hidden states [T, E] and logits [T, V]."""
+        """Turn tokens [T] and the hidden states before them [T, E] -> hidden states [T, E] and logits
+        [T, V].
+        """
         embed, rotary, lm_head = self.others
         both = torch.cat([self.enorm(embed(tokens)), self.hnorm(before)], dim=-1)
         x = self.eh_proj(both)[None]

@@ -250,8 +250,8 @@ def draw_picture(height: int, width: int, random: np.random.Generator) -> Image.
 
 
 def case_of(model: Any, processor: Any, text: str, images: Sequence[Image.Image]) -> dict[str, Any]:
-    """Greedy tokens after a prompt, their log-probabilities, and the largest logits after the prompt. Every
-    token is computed from the whole text, without a cache.
+    """Return greedy tokens after a prompt, their log-probabilities, and the largest logits after the prompt.
+    Every token is computed from the whole text, without a cache.
     """
     given = {"images": [list(images)]} if images else {}
     made = processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)

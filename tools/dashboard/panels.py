@@ -75,8 +75,8 @@ class Row:
 
 
 def percentiles(name: str, *shares: float, labels: str = "", exemplars: bool = False) -> list[Query]:
-    """Percentiles of the histogram `name` (without `_bucket`), over all servers and, if given, for each value
-    of the labels.
+    """Make queries of percentiles of the histogram `name` (without `_bucket`), over all servers and, if
+    given, for each value of the labels.
     """
     by = f"le, {labels}" if labels else "le"
     suffix = "".join(f" {{{{{label}}}}}" for label in labels.split(", ") if label)
@@ -91,10 +91,10 @@ def percentiles(name: str, *shares: float, labels: str = "", exemplars: bool = F
 
 
 def mean(name: str, legend: str) -> Query:
-    """Query the mean of the histogram `name`."""
+    """Make a query of the mean of the histogram `name`."""
     return Query(f"sum(rate({name}_sum{{@}}[~])) / sum(rate({name}_count{{@}}[~]))", legend)
 
 
 def rate(name: str, legend: str, by: str = "") -> Query:
-    """How much a counter rises a second, over all servers."""
+    """Tell how much a counter rises a second, over all servers."""
     return Query(f"sum{f' by ({by})' if by else ''} (rate({name}{{@}}[~]))", legend)

@@ -30,7 +30,7 @@ I_AM = "I am the Penstock demo model, a very small language model."
 
 
 def greeting(rng: random.Random) -> Turn:
-    """Greetings, goodbyes, thanks, and "how are you"."""
+    """Write greetings, goodbyes, thanks, and "how are you"."""
     draw = rng.random()
     if draw < 0.6:
         name = rng.choice([*words("girls"), *words("boys"), phrases.invented_name(rng)])
@@ -62,7 +62,7 @@ def greeting(rng: random.Random) -> Turn:
 
 
 def identity(rng: random.Random) -> Turn:
-    """Questions about who the model is and what it can do."""
+    """Ask who the model is and what it can do."""
     if rng.random() < 0.5:
         user = expand(
             rng,
@@ -144,7 +144,7 @@ def addition(rng: random.Random) -> Turn:
 
 
 def calendar(rng: random.Random) -> Turn:
-    """Days of the week and months: next, previous, lists."""
+    """Ask about days of the week and months: next, previous, lists."""
     names, what = rng.choice(((words("days"), "day"), (words("days"), "day"), (words("months"), "month")))
     draw = rng.random()
     if draw < 0.25:
@@ -179,7 +179,7 @@ def opposite(rng: random.Random) -> Turn:
 
 
 def fact(rng: random.Random) -> Turn:
-    """Colours, animal sounds, and numbers of legs."""
+    """Ask about colours, animal sounds, and numbers of legs."""
     draw = rng.random()
     if draw < 0.4:
         thing, colour = rng.choice(sorted(pairs("thing_colours")))
@@ -223,7 +223,7 @@ def story_request(rng: random.Random) -> Turn:
 
 
 def unknown(rng: random.Random) -> Turn:
-    """Any other question: the answer says so, and says what the model can do. The topics only serve to be
+    """Ask any other question: the answer says so, and says what the model can do. The topics only serve to be
     recognised as unknown.
     """
     topic = rng.choice(words("topics"))
@@ -249,7 +249,7 @@ KINDS: list[tuple[float, Callable[[random.Random], Turn]]] = [
 
 
 def small_talk(rng: random.Random) -> dict[str, Any]:
-    """One chat of one to five turns of the kinds above, sometimes after a system message."""
+    """Make one chat of one to five turns of the kinds above, sometimes after a system message."""
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.25:
         messages.append({"role": "system", "content": rng.choice(SYSTEMS)})

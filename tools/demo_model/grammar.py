@@ -18,7 +18,7 @@ Document = str | dict[str, Any]
 
 
 def document(rng: random.Random) -> Document:
-    """One training document: a story (str), or a chat ({"messages", "tools"})."""
+    """Make one training document: a story (str), or a chat ({"messages", "tools"})."""
     draw = rng.random()
     if draw < 0.22:
         plots = rng.choices((1, 2, 3), (0.86, 0.10, 0.04))[0]
@@ -35,7 +35,7 @@ LATE: dict[str, Callable[[random.Random], Document]] = {"sums": chats.sums, "dri
 
 
 def late_document(rng: random.Random, kind: str) -> Document:
-    """One document of the late stream `kind`."""
+    """Make one document of the late stream `kind`."""
     draw = rng.random()
     if draw < 0.45:
         return LATE[kind](rng)

@@ -40,7 +40,9 @@ class ModelConfig:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint and its shape; matrices are [out, in], the head is the embedding."""
+    """Return every tensor of the checkpoint and its shape; matrices are [out, in], the head is the
+    embedding.
+    """
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -66,7 +68,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init_params(config: ModelConfig, seed: int) -> Params:
-    """Random float32 parameters: norms at one, matrices normal with 1/sqrt(fan-in).
+    """Make random float32 parameters: norms at one, matrices normal with 1/sqrt(fan-in).
 
     The two matrices of a layer that write to the residual stream are shrunk by the depth, to start it at unit
     scale.
@@ -87,7 +89,7 @@ def init_params(config: ModelConfig, seed: int) -> Params:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis."""
+    """Compute the root-mean-square norm over the last axis."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
@@ -102,12 +104,16 @@ def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] times a checkpoint matrix [out, in]; flat rows cost XLA's CPU backend a fifth less."""
+    """Compute x [..., in] times a checkpoint matrix [out, in]; flat rows cost XLA's CPU backend a fifth
+    less.
+    """
     return (x.reshape(-1, x.shape[-1]) @ weight.T).reshape(*x.shape[:-1], -1)
 
 
 def attention(params: Params, prefix: str, x: jax.Array, mask: jax.Array, config: ModelConfig) -> jax.Array:
-    """Grouped-query attention over x [batch, seq, hidden]; mask [batch, seq, seq] is True where visible."""
+    """Compute grouped-query attention over x [batch, seq, hidden]; mask [batch, seq, seq] is True where
+    visible.
+    """
     batch, seq, _ = x.shape
     groups = config.num_attention_heads // config.num_key_value_heads
     dim = config.head_dim
@@ -128,7 +134,7 @@ def attention(params: Params, prefix: str, x: jax.Array, mask: jax.Array, config
 
 
 def forward(params: Params, tokens: jax.Array, segments: jax.Array, config: ModelConfig) -> jax.Array:
-    """Logits [batch, seq, vocab] of tokens [batch, seq].
+    """Compute logits [batch, seq, vocab] of tokens [batch, seq].
 
     `segments` [batch, seq] numbers the documents packed into a row; a token sees only its own document.
     Positions run on through the row: rotary attention depends on differences alone.
@@ -151,7 +157,9 @@ def forward(params: Params, tokens: jax.Array, segments: jax.Array, config: Mode
 def loss_fn(
     params: Params, tokens: jax.Array, segments: jax.Array, weights: jax.Array, config: ModelConfig
 ) -> jax.Array:
-    """Mean cross-entropy in nats of predicting tokens[:, 1:], each target counted by weights[:, 1:]."""
+    """Compute the mean cross-entropy in nats of predicting tokens[:, 1:], each target counted by
+    weights[:, 1:].
+    """
     logits = forward(params, tokens[:, :-1], segments[:, :-1], config)
     target = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - target

@@ -38,7 +38,7 @@ def pairs(name: str) -> list[tuple[str, str]]:
 
 
 def expand(rng: random.Random, pattern: str, slots: Mapping[str, str] | None = None) -> str:
-    """One random text of `pattern`: choices from the inside out, then the slots."""
+    """Make one random text of `pattern`: choices from the inside out, then the slots."""
     while (match := _CHOICE.search(pattern)) is not None:
         pick = rng.choice(match.group(1).split("|"))
         pattern = pattern[: match.start()] + pick + pattern[match.end() :]

@@ -95,12 +95,12 @@ class Model:
         return self.complete([str(render(messages, tools=tools)) for messages in chats], **options)
 
     def ask(self, questions: Sequence[str], **options: Any) -> list[str]:
-        """Answers to single questions."""
+        """Ask single questions, and return the answers."""
         return self.chat([[{"role": "user", "content": question}] for question in questions], **options)
 
 
 def score_sums(model: Model, pattern: str) -> float:
-    """Share of right answers over all 441 pairs of 0..20, greedy."""
+    """Compute the share of right answers over all 441 pairs of 0..20, greedy."""
     pairs = [(a, b) for a in range(21) for b in range(21)]
     answers = model.ask([pattern.format(a=a, b=b) for a, b in pairs], max_new=14)
     right = [
@@ -110,7 +110,7 @@ def score_sums(model: Model, pattern: str) -> float:
 
 
 def score_counts(model: Model) -> tuple[float, list[str]]:
-    """(share right, wrong answers) over count-to and count-from questions, greedy."""
+    """Return (share right, wrong answers) over count-to and count-from questions, greedy."""
     cases = [(f"Count to {n}.", 1, n) for n in range(2, 21)] + [(f"count to {n}", 1, n) for n in range(2, 21)]
     cases += [(f"Count from {a} to {a + k}.", a, a + k) for a in range(0, 21, 2) for k in (3, 6, 11)]
     answers = model.ask([question for question, _, _ in cases], max_new=80)
@@ -132,7 +132,9 @@ def parse_call(text: str) -> dict[str, Any] | None:
 
 
 def score_weather(model: Model, cities: Sequence[str], question: str) -> dict[str, Any]:
-    """Shares of: calls that parse, calls with the city asked for, final answers with city and temperature."""
+    """Compute the shares of: calls that parse, calls with the city asked for, final answers with city and
+    temperature.
+    """
     chats: list[list[dict[str, Any]]] = [
         [{"role": "user", "content": question.format(city=city)}] for city in cities
     ]

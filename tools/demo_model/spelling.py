@@ -6,7 +6,7 @@ from tools.demo_model.phrases import words
 
 
 def in_words(number: int) -> str:
-    """0..999 in words; 41 -> "forty-one"."""
+    """Write 0..999 in words; 41 -> "forty-one"."""
     ones_words = words("ones")
     if number < 20:
         return ones_words[number]

@@ -10,7 +10,7 @@ from tools.demo_model.phrases import expand, pairs, with_article, words
 
 
 def _read_patterns() -> dict[str, list[str]]:
-    """stories.txt: its parts by their headings."""
+    """Read the parts of stories.txt by their headings."""
     parts: dict[str, list[str]] = {}
     for line in Path(__file__).with_name("stories.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("== "):
@@ -42,7 +42,7 @@ def _pronouns(gender: str, prefix: str) -> dict[str, str]:
 
 
 def _being(rng: random.Random, kind: str | None, avoid: str) -> tuple[str, str, str]:
-    """(name, kind, gender) of a character; `kind` may be asked for, also one outside the lists."""
+    """Draw the (name, kind, gender) of a character; `kind` may be asked for, also one outside the lists."""
     if kind is None:
         draw = rng.random()
         if draw < 0.35:

@@ -57,7 +57,7 @@ class Schedule:
     tokens_per_step: int = 2048
 
     def rate(self, peak: float) -> optax.Schedule:
-        """Warm-up, level, linear decay to a hundredth."""
+        """Choose the rate: warm-up, level, linear decay to a hundredth."""
         decay = int(self.steps * self.decay_share)
         parts = [
             optax.linear_schedule(0.0, peak, self.warmup),
@@ -67,7 +67,8 @@ class Schedule:
         return optax.join_schedules(parts, [self.warmup, self.steps - decay])
 
     def optimizer(self, config: ModelConfig) -> optax.GradientTransformation:
-        """Muon for the matrices inside the layers, Adam for embedding and norms, gradients clipped to norm 1.
+        """Make the optimizer: Muon for the matrices inside the layers, Adam for embedding and norms,
+        gradients clipped to norm 1.
 
         Muon costs a fifth more time a step here and needs fewer of them, which is what a CPU has to save.
         """
@@ -86,7 +87,7 @@ class Schedule:
         return optax.chain(optax.clip_by_global_norm(1.0), muon_part)
 
     def source(self, step: int) -> tuple[bool, int]:
-        """(whether this step's batch is of the second stream, its row length)."""
+        """Return (whether this step's batch is of the second stream, its row length)."""
         late, long = (step >= round(self.steps * (1 - part)) for part in (self.late_share, self.long_share))
         return late, 512 if long else 256
 
@@ -106,7 +107,7 @@ class Batches:
         }
 
     def at(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens, segments, weights), each [batch, length + 1]."""
+        """Return (tokens, segments, weights), each [batch, length + 1]."""
         late, length = self._schedule.source(step)
         rows, batch = self._rows[late, length], self._schedule.tokens_per_step // length
         index = np.arange(step * batch, (step + 1) * batch) % len(rows.tokens)
@@ -126,7 +127,7 @@ def make_step(config: ModelConfig, optimizer: optax.GradientTransformation) -> A
 
 
 def held_out_loss(params: Params, config: ModelConfig, rows: data.Rows) -> float:
-    """Mean loss in nats per counted token over the first rows of the held-out documents."""
+    """Compute the mean loss in nats per counted token over the first rows of the held-out documents."""
     evaluate = jax.jit(lambda p, t, s, w: loss_fn(p, t, s, w, config))
     starts = range(0, min(len(rows.tokens), 128) - 15, 16)
     parts = [(rows.tokens[i : i + 16], rows.segments[i : i + 16], rows.weights[i : i + 16]) for i in starts]
@@ -135,7 +136,7 @@ def held_out_loss(params: Params, config: ModelConfig, rows: data.Rows) -> float
 
 
 def save_state(path: Path, step: int, params: Params, state: Any) -> None:
-    """Everything needed to go on, in one file that is never half written."""
+    """Save everything needed to go on, in one file that is never half written."""
     leaves: dict[str, Any] = {
         f"state{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((params, state)))
     }
@@ -153,7 +154,7 @@ def load_state(path: Path, params: Params, state: Any) -> tuple[int, Params, Any
 
 
 def prepare(seed: int, num_documents: int, late_kind: str) -> tuple[Tokenizer, list[list[data.Example]]]:
-    """(tokenizer, examples of the first stream, of the second, of the held-out documents)."""
+    """Return (tokenizer, examples of the first stream, of the second, of the held-out documents)."""
     texts = [data.render(d) for d in tqdm(documents(seed, num_documents), "grammar", num_documents)]
     tokenizer = train_tokenizer(texts[:TOKENIZER_DOCUMENTS])
     late = [data.render(d) for d in late_documents(seed + 1, num_documents // 4, late_kind)]
@@ -162,7 +163,7 @@ def prepare(seed: int, num_documents: int, late_kind: str) -> tuple[Tokenizer, l
 
 
 def train(args: argparse.Namespace) -> None:
-    """Step 1 to 6 of the module's path."""
+    """Run steps 1 to 6 of the module's path."""
     args.work.mkdir(parents=True, exist_ok=True)
     config, schedule = ModelConfig(), Schedule(args.steps, late_share=args.late_share)
     tokenizer, (early, late, held_out) = prepare(args.seed, args.documents, args.late)

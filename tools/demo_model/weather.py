@@ -30,7 +30,7 @@ ASK = (
 
 
 def weather_tool(rng: random.Random) -> tuple[dict[str, Any], str]:
-    """(tool definition in OpenAI's form, name of its place parameter)."""
+    """Return (tool definition in OpenAI's form, name of its place parameter)."""
     usual = rng.random() < 0.5
     name = (
         "get_weather"

@@ -80,7 +80,7 @@ def wanted_device() -> jax.Device:
 
 
 def seconds(program: Callable[..., jax.Array], *arguments: jax.Array) -> float:
-    """Seconds of a call when several are under way at once; the median of three turns."""
+    """Measure the seconds of a call when several are under way at once; the median of three turns."""
     program(*arguments).block_until_ready()
     turns = []
     for _ in range(3):

@@ -144,7 +144,7 @@ def operation(result: Result, *, interpreted: bool) -> None:
 def _timer(
     op: Callable[..., Any], rows: int, used: int, longest: int, *, interpreted: bool
 ) -> Callable[[int], float]:
-    """Seconds of a call of the operation for Qwen3-0.6B's heads, as a function of the context."""
+    """Measure the seconds of a call of the operation for Qwen3-0.6B's heads, as a function of the context."""
     width = -(-longest // 64)
     heads, kv_heads, dim = (4, 2, 64) if interpreted else (16, 8, 128)
     layers, iterations = (1, 1) if interpreted else (LAYERS, ITERATIONS)
@@ -188,7 +188,7 @@ def _timer(
 
 
 def tokens(result: Result, checkpoint: Path, cache: Path) -> None:
-    """Greedy tokens of W1's prompts in bfloat16, with the kernel and without.
+    """Return greedy tokens of W1's prompts in bfloat16, with the kernel and without.
 
     Where they part, both engines have seen the same tokens, and the two that they chose must be about equally
     likely; before that, log-probabilities must be close.

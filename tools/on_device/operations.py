@@ -58,8 +58,8 @@ def of_decode_steps(events: Iterable[Event]) -> list[Event]:
 
 
 def shares(events: Iterable[Event]) -> list[Share]:
-    """Operations of the same name, but for a number at its end, and of the same scope are one line; what
-    takes longest comes first.
+    """Sum up operations: those of the same name, but for a number at its end, and of the same scope are one
+    line; what takes longest comes first.
     """
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:

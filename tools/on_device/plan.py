@@ -163,7 +163,7 @@ def stages(
 
 
 def kinds() -> tuple[str, ...]:
-    """KINDS of tests/support/goldens.py, which cannot be imported before JAX is there."""
+    """Return KINDS of tests/support/goldens.py, which cannot be imported before JAX is there."""
     tree = ast.parse((ROOT / "tests/support/goldens.py").read_text(encoding="utf-8"))
     (value,) = (
         node.value

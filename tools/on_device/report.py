@@ -95,7 +95,9 @@ def _is_rows(value: Any) -> bool:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a table in Markdown. The columns are those of all rows, in the order in which they come up."""
+    """Write rows as a table in Markdown. The columns are those of all rows, in the order in which they come
+    up.
+    """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [
         columns,
@@ -156,7 +158,7 @@ def _raised(output: str) -> list[str]:
 
 
 def _is_ours(file: Path, root: Path) -> bool:
-    """Whether a file is of the checkout, and not of an environment within it."""
+    """Say whether a file is of the checkout, and not of an environment within it."""
     if not file.is_absolute():
         return False
     return file.is_relative_to(root) and not {"site-packages", "site"} & set(file.parts)

@@ -59,7 +59,7 @@ def requirement(text: str) -> Requirement | None:
 
 
 def fits(version: str, bounds: str) -> bool:
-    """Whether a version is within all bounds."""
+    """Say whether a version is within all bounds."""
     return all(_is_within(version, *_parts(bound)) for bound in bounds.split(",") if bound.strip())
 
 

@@ -74,7 +74,7 @@ def _started(result: Result, args: argparse.Namespace) -> InProcess:
 
 
 def workload(result: Result, args: argparse.Namespace) -> None:
-    """One of bench's workloads: its figures, and the parts of its steps on the host."""
+    """Measure one of bench's workloads: its figures, and the parts of its steps on the host."""
     driver = _started(result, args)
     chosen = shrunk(TABLE[args.name], args.shrink) if args.shrink > 1 else TABLE[args.name]
     lines = result.file.with_suffix(".jsonl")
@@ -106,8 +106,8 @@ def workload(result: Result, args: argparse.Namespace) -> None:
 
 
 def profile(result: Result, args: argparse.Namespace) -> None:
-    """Where the time of a decode step goes on the device: operation by operation, for few and for many
-    rows.
+    """Measure where the time of a decode step goes on the device: operation by operation, for few and for
+    many rows.
     """
     driver = _started(result, args)
     floor_ms = _floor_ms(args)
@@ -168,8 +168,8 @@ def memory(result: Result, args: argparse.Namespace) -> None:
 
 
 def _floor_ms(args: argparse.Namespace) -> float | None:
-    """How long it takes to read the weights once, at the rate at which the device copies; None if that was
-    not measured.
+    """Tell how long it takes to read the weights once, at the rate at which the device copies; None if that
+    was not measured.
     """
     try:
         rate = float(json.loads(args.facts.read_text(encoding="utf-8"))[COPY])

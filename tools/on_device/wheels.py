@@ -105,7 +105,7 @@ def pack(limit_mib: float) -> str:
 
 
 def _tree_bytes() -> int:
-    """Bytes of all files of the checkout that git tracks, or would track."""
+    """Count the bytes of all files of the checkout that git tracks, or would track."""
     listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, stdout=subprocess.PIPE, text=True, check=True).stdout.split("\0")
     return sum(_size(ROOT / name) for name in set(names) if name)

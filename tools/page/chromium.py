@@ -93,7 +93,7 @@ class Chromium:
     def call(
         self, method: str, params: Mapping[str, Any] | None = None, session: str | None = None
     ) -> dict[str, Any]:
-        """One command of the protocol, with its result."""
+        """Run one command of the protocol, and return its result."""
         number = next(self._ids)
         command: dict[str, Any] = {"id": number, "method": method, "params": params or {}}
         if session is not None:
@@ -170,7 +170,7 @@ class Tab:
         """The address of every request that the page made."""
 
     def call(self, method: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One command of the protocol, for this tab."""
+        """Run one command of the protocol, for this tab."""
         return self._browser.call(method, params, self._session)
 
     def happened(self, method: str, params: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ def read_files(root: Path) -> Sequence[descriptor_pb2.FileDescriptorProto]:
 
 
 def comments_of(file: descriptor_pb2.FileDescriptorProto) -> Mapping[tuple[int, ...], Comment]:
-    """From the path of a declaration to the comment before it. Those without a comment are missing."""
+    """Map the path of a declaration to the comment before it. Those without a comment are missing."""
     return {
         tuple(location.path): parse(location.leading_comments)
         for location in file.source_code_info.location

@@ -59,7 +59,7 @@ _CODE = re.compile(
 
 
 def page(root: Path) -> str:
-    """Markdown of the contract whose files are below `root`."""
+    """Write the Markdown of the contract whose files are below `root`."""
     files = {Path(file.name).stem: file for file in read_files(root)}
     assert files.keys() == set(FILES), "FILES names every file"
     lines = [HEAD]
@@ -178,18 +178,18 @@ def _enum(
 
 
 def _link(type_name: str) -> str:
-    """To the type's heading on this page; types of others stand as they are."""
+    """Link to the type's heading on this page; types of others stand as they are."""
     package, _, name = type_name.removeprefix(".").rpartition(".")
     return f"[{name}](#{name.lower()})" if package == "penstock.v1" else f"`{package}.{name}`"
 
 
 def cell(text: str) -> str:
-    """Plain text in a cell of a table."""
+    """Write plain text in a cell of a table."""
     return shown(text).replace("|", "\\|").replace("\n\n", " ")
 
 
 def shown(text: str) -> str:
-    """Plain text as Markdown that says the same, with names, flags and quoted words as code."""
+    """Write plain text as Markdown that says the same, with names, flags and quoted words as code."""
     parts, at = [], 0
     for found in _CODE.finditer(text):
         parts += [_escaped(text[at : found.start()]), f"`{found[0]}`"]

@@ -27,7 +27,7 @@ def _group(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> I
 
 
 def _name(action: argparse.Action) -> str:
-    """As --help shows it: all spellings, and what stands behind them."""
+    """Name a flag as --help shows it: all spellings, and what stands behind them."""
     if not action.option_strings:
         return f"`{action.metavar or action.dest}`"
     values = "" if action.nargs == 0 else f" {action.metavar or _choices(action)}"

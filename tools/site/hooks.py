@@ -87,12 +87,12 @@ def _led(link: re.Match[str], here: PurePosixPath, files: Files) -> str:
 
 
 def _in_repository(page: PurePosixPath) -> PurePosixPath:
-    """Where a page of the site lies in the repository."""
+    """Tell where a page of the site lies in the repository."""
     return page.relative_to("project") if page.parts[0] == "project" else "docs" / page
 
 
 def _on_site(path: PurePosixPath) -> str:
-    """Where a file of the repository lies on the site, if it does."""
+    """Tell where a file of the repository lies on the site, if it does."""
     joined = _joined(path)
     return joined.removeprefix("docs/") if joined.startswith("docs/") else f"project/{joined}"
 

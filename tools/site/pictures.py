@@ -78,13 +78,13 @@ def demo_server(*flags: str) -> Iterator[str]:
 
 
 def session() -> list[tuple[str, str]]:
-    """(command as typed, its output), from a server that is started for it."""
+    """Return (command as typed, its output), from a server that is started for it."""
     with demo_server() as addr:
         return [(typed, penstock(*run, addr=addr)) for typed, run in COMMANDS]
 
 
 def wrapped(text: str) -> Iterator[str]:
-    """Lines of at most COLUMNS characters; words are kept whole where they can be."""
+    """Break a text into lines of at most COLUMNS characters; words are kept whole where they can be."""
     for line in text.rstrip("\n").split("\n"):
         while len(line) > COLUMNS:
             at = line.rfind(" ", 0, COLUMNS + 1)

@@ -41,7 +41,7 @@ OPENINGS = ("One day she", "Her dog wanted to", "In the forest there was", "Then
 
 
 def at_once(passed_s: float) -> int:
-    """How many stories are wanted at this time."""
+    """Tell how many stories are wanted at this time."""
     wave = (1 - math.cos(2 * math.pi * passed_s / WAVE_S)) / 2
     return round(6 + (MOST_AT_ONCE - 6) * wave * wave)
 
