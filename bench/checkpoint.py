@@ -209,7 +209,7 @@ def _write(
     seed: int,
     of_name: Callable[..., Iterator[NDArray[Any]] | None] | None = None,
 ) -> None:
-    """`of_name` makes the blocks of a tensor, or None for one that is random."""
+    """Write a checkpoint. `of_name` makes the blocks of a tensor, or None for one that is random."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", config)
     _write_json(

@@ -46,7 +46,7 @@ class Pair:
     there: Mapping[str, float]
 
     def speed_up(self, figure: str) -> float:
-        """How much faster this tree is than the other. Above 1 is better, for rates and for times."""
+        """Tell how much faster this tree is than the other. Above 1 is better, for rates and for times."""
         ratio = self.here[figure] / self.there[figure]
         return ratio if figure.endswith("_per_s") else 1 / ratio
 

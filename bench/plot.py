@@ -22,7 +22,7 @@ Series = Mapping[str, Mapping[int, float]]
 
 
 def series(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Medians of the repeats of the workloads C1, C2, ..."""
+    """Return the medians of the repeats of the workloads C1, C2, ..."""
     levels = dict(zip(CONCURRENCY, LEVELS, strict=True))
     values: dict[str, dict[int, list[float]]] = {}
     for line in records:

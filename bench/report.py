@@ -42,8 +42,8 @@ def comparison(found: Mapping[str, Mapping[str, Repeats]]) -> str:
 
 
 def facts(records: Iterable[Mapping[str, Any]]) -> str:
-    """For each engine its commit, versions, options, start-up times, peak memory and compiles
-    after warm-up.
+    """Return for each engine its commit, versions, options, start-up times, peak memory and compiles after
+    warm-up.
     """
     lines: dict[str, dict[str, Any]] = {}
     for line in records:

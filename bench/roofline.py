@@ -32,8 +32,8 @@ from penstock.runtime.models.config import ModelConfig
 def xla_operations_per_s(
     tokens: int = 512, outputs: int = 3072, inputs: int = 1024, layers: int = 28
 ) -> float:
-    """Operations per second that XLA reaches on the products of a prefill step of a 0.6B model: bf16, weights
-    [out, in], float32 sums.
+    """Measure the operations per second that XLA reaches on the products of a prefill step of a 0.6B model:
+    bf16, weights [out, in], float32 sums.
     """
     weights = [jnp.full((outputs, inputs), 0.01, jnp.bfloat16) for _ in range(layers)]
     x = jnp.full((tokens, inputs), 0.01, jnp.bfloat16)

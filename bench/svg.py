@@ -36,7 +36,7 @@ def up(share: float) -> float:
 
 
 def log_share(value: float, low: float, high: float) -> float:
-    """Where a value lies on a logarithmic axis from `low` to `high`: 0 to 1."""
+    """Tell where a value lies on a logarithmic axis from `low` to `high`: 0 to 1."""
     return math.log2(value / low) / math.log2(high / low)
 
 

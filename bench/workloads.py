@@ -180,13 +180,13 @@ def jobs(workload: Workload, repeat: int, num_words: int) -> Wave:
 
 
 def waves(workload: Workload, repeat: int, num_words: int) -> tuple[Wave, ...]:
-    """All waves of a repeat."""
+    """Yield all waves of a repeat."""
     return (jobs(workload, repeat, num_words),) * workload.waves
 
 
 def select(names: Sequence[str]) -> tuple[Workload, ...]:
-    """Workloads by name; "main", "concurrency", "large" and "speculation" stand for their lists. Raises
-    ValueError for an unknown name.
+    """Select workloads by name; "main", "concurrency", "large" and "speculation" stand for their lists.
+    Raises ValueError for an unknown name.
     """
     lists = {"main": MAIN, "concurrency": CONCURRENCY, "large": LARGE, "speculation": SPECULATION}
     wanted = [name for given in names for name in lists.get(given, (given,))]

@@ -31,7 +31,7 @@ class Driver(Protocol):
         ...
 
     def about_repeat(self) -> Mapping[str, Any]:
-        """Facts about the repeat that has just ended, such as `peak_rss_bytes`. `proposed_tokens` and
+        """Return facts about the repeat that has just ended, such as `peak_rss_bytes`. `proposed_tokens` and
         `accepted_tokens` are those of the requests since the last call.
         """
         ...
@@ -93,7 +93,7 @@ def proposals(about: Mapping[str, Any]) -> str:
 
 
 def all_ran(results: Mapping[str, Sequence[Any]], session: Session) -> bool:
-    """Whether `measure` returned all repeats of all workloads."""
+    """Say whether `measure` returned all repeats of all workloads."""
     return all(len(results.get(workload.name, ())) == session.repeats for workload in session.workloads)
 
 

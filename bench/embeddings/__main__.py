@@ -98,7 +98,9 @@ def started(name: str, python: str, model: str, dtype: str, stack: contextlib.Ex
 
 
 def table(sides: Sequence[Side]) -> str:
-    """Texts a second in Markdown: the median, the least and the most; and processor time for each text."""
+    """Write the texts a second in Markdown: the median, the least and the most; and processor time for each
+    text.
+    """
     heads = ("workload", "engine", "texts/s", "from", "to", "processor ms/text", "cosine with the first")
     rows = [heads, ("---", "---", *["--:"] * 5)]
     for workload, groups in workloads().items():

@@ -75,7 +75,7 @@ class Stream:
 
 
 async def over_grpc(stub: Any, ask: Ask) -> Stream:
-    """One stream over gRPC."""
+    """Run one stream over gRPC."""
     began, first, texts, tokens, messages = time.perf_counter(), 0.0, [], 0, 0
     async for message in stub.Stream(ask.message()):
         messages += 1
@@ -119,7 +119,7 @@ class Turn:
         return 1e3 * median(stream.first_s for stream in self.streams)
 
     def micros(self, seconds: float) -> float:
-        """So much processor time, for each message, in microseconds."""
+        """Write so much processor time, for each message, in microseconds."""
         return 1e6 * seconds / sum(stream.messages for stream in self.streams)
 
 
@@ -128,7 +128,7 @@ Caller = Callable[[Ask], Awaitable[Stream]]
 
 @contextlib.asynccontextmanager
 async def callers(way: str, rig: Rig, count: int) -> AsyncIterator[list[Caller]]:
-    """So many functions that run one stream each, at the same time."""
+    """Make so many functions that run one stream each, at the same time."""
     async with contextlib.AsyncExitStack() as stack:
         if way == "gRPC":
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(rig.address))

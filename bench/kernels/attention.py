@@ -60,7 +60,9 @@ def runner(line: Line, least_bytes: int) -> Callable[[], float]:
 
 
 def _cache(rng: np.random.Generator, shape: tuple[int, ...], format: Format) -> NDArray[np.generic]:
-    """Keys and values as the cache holds them: the bits of bfloat16, or int8 with a scale behind each row."""
+    """Return keys and values as the cache holds them: the bits of bfloat16, or int8 with a scale behind each
+    row.
+    """
     one = rng.standard_normal((1, *shape[1:]), np.float32)
     if format == "bfloat16":
         return np.broadcast_to(one.astype(ml_dtypes.bfloat16).view(np.uint16), shape)
@@ -80,7 +82,7 @@ def _run(
     *,
     scale: float,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Layer after layer: each takes the output of the one before as its queries."""
+    """Run layer after layer: each takes the output of the one before as its queries."""
     options = AttentionOptions(scale)
     plan = attention.plan(
         starts,

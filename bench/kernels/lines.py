@@ -131,7 +131,9 @@ def prefill_line(shape: str, format: Format, context: int) -> Line:
 
 
 def _attention(name: str, format: Format, pairs: int, read: int) -> Work:
-    """`pairs` of a token and a position that it attends to; `read` positions of the cache."""
+    """Count the work of attention: `pairs` of a token and a position that it attends to; `read` positions of
+    the cache.
+    """
     shape = SHAPES[name]
     position = 2.0 * shape.cache_values
     if format == "int8":

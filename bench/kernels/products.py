@@ -97,7 +97,7 @@ def _run(
     residual: jax.Array | None,
     count: jax.Array,
 ) -> list[jax.Array]:
-    """One product after the other: each takes its number of rows from the result before it, which no real
+    """Run one product after the other: each takes its number of rows from the result before it, which no real
     value changes, because XLA may run what does not depend on each other at once.
     """
     outputs = []

@@ -45,7 +45,7 @@ class OneDNN:
         self._child.ask({"outputs": product.outputs, "inputs": product.inputs, "least_bytes": least_bytes})
 
     def runners(self, rows: int, operations: float) -> dict[str, Callable[[], float]]:
-        """By the name of each dtype, a function that runs some of the layers and returns the seconds of
+        """Map the name of each dtype to a function that runs some of the layers and returns the seconds of
         one.
         """
         found: dict[str, Callable[[], float]] = {}

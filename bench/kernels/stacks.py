@@ -27,7 +27,7 @@ def layers_kept(layer_bytes: float, least_bytes: int) -> int:
 
 
 def calls_per_run(kept: int, operations: float) -> int:
-    """How many layers a run goes through: all, but not for longer than needed."""
+    """Tell how many layers a run goes through: all, but not for longer than needed."""
     return int(max(1, min(kept, _MOST_CALLS, -(-_RUN_OPERATIONS // operations))))
 
 

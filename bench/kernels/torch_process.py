@@ -54,7 +54,7 @@ class Layers:
         self._turns: dict[tuple[int, int], Iterator[list[int]]] = {}
 
     def seconds(self, rows: int, operations: float) -> float:
-        """Of one layer. `operations` are those of one."""
+        """Return the seconds of one layer. `operations` are those of one."""
         calls = calls_per_run(len(self._layers), operations)
         x = torch.randn(rows, self._inputs).to(self._dtype)
         turns = self._turns.setdefault((rows, calls), windows(self._layers, calls))

@@ -85,7 +85,7 @@ async def measured(
 
 
 async def levels(address: str, pid: int, options: argparse.Namespace) -> None:
-    """All levels, with Stream and with Generate; prints a line for each."""
+    """Measure all levels, with Stream and with Generate; print a line for each."""
     async with contextlib.AsyncExitStack() as stack:
         # otherwise channels to the same address share a connection
         own = [("grpc.use_local_subchannel_pool", 1)]
@@ -158,7 +158,7 @@ async def bare(address: str, pid: int, options: argparse.Namespace) -> None:
 
 
 def by_ghz(address: str, pid: int, options: argparse.Namespace) -> None:
-    """All levels with ghz; prints a line for each."""
+    """Measure all levels with ghz; print a line for each."""
     print(with_ghz.head(), flush=True)
     for method in ("Stream", "Generate"):
         for count in options.streams:

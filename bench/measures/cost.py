@@ -89,7 +89,7 @@ def _attention_weights(ours: AttentionConfig | LatentConfig | RecurrentConfig, h
 
 
 def _pair_products(ours: AttentionConfig | LatentConfig | RecurrentConfig) -> int:
-    """Multiply-adds of attention for each pair of a token and a position that it attends to."""
+    """Count the multiply-adds of attention for each pair of a token and a position that it attends to."""
     if isinstance(ours, RecurrentConfig):
         return 0
     if isinstance(ours, AttentionConfig):
@@ -98,7 +98,7 @@ def _pair_products(ours: AttentionConfig | LatentConfig | RecurrentConfig) -> in
 
 
 def _kept_bytes(ours: AttentionConfig | LatentConfig | RecurrentConfig, *, is_int8: bool) -> int:
-    """Bytes of each position in the cache, whose KV rows hold a key or a value of one head."""
+    """Count the bytes of each position in the cache, whose KV rows hold a key or a value of one head."""
     if isinstance(ours, RecurrentConfig):
         return 0
     if isinstance(ours, AttentionConfig):

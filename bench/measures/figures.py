@@ -37,12 +37,12 @@ UNITS = {
 
 
 def wall_s(traces: Traces) -> float:
-    """Seconds from the first submission to the last end."""
+    """Return the seconds from the first submission to the last end."""
     return max(trace.ended for trace in traces) - min(trace.sent for trace in traces)
 
 
 def figures(jobs: Wave, waves: Sequence[Traces]) -> dict[str, float]:
-    """All figures of one repeat that apply.
+    """Return all figures of one repeat that apply.
 
     - decode_tokens_per_s: for each request, tokens after the first message by the time since it; the median
       of all requests.

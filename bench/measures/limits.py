@@ -109,8 +109,9 @@ def build() -> ctypes.CDLL | None:
 
 
 def in_threads(work: Callable[[int], object], threads: int) -> float:
-    """Seconds for work(0) ... work(threads - 1) at once; the best of some rounds. Each thread has a processor
-    of its own, as far as there are enough: left to itself, the system now and then runs two on one.
+    """Measure the seconds for work(0) ... work(threads - 1) at once; the best of some rounds. Each thread has
+    a processor of its own, as far as there are enough: left to itself, the system now and then runs two on
+    one.
     """
     processors = itertools.cycle(sorted(os.sched_getaffinity(0)))
     times = []
@@ -130,7 +131,7 @@ def buffer_bytes_for(cache_bytes: int) -> int:
 
 
 def read_bytes_per_s(threads: int, buffer_bytes: int | None = None) -> float:
-    """Bytes per second that all threads together read, each from a buffer that no cache holds."""
+    """Measure the bytes per second that all threads together read, each from a buffer that no cache holds."""
     buffer_bytes = buffer_bytes or buffer_bytes_for(caches.largest_bytes())
     program = build()
     buffers = [np.ones(buffer_bytes // 8, np.uint64) for _ in range(threads)]
@@ -146,8 +147,8 @@ def read_bytes_per_s(threads: int, buffer_bytes: int | None = None) -> float:
 
 
 def operations_per_s(threads: int, loops: int = _LOOPS) -> dict[Peak, float]:
-    """Operations per second of each way to multiply that this processor has; empty without a C compiler, or
-    where there are no native kernels.
+    """Measure the operations per second of each way to multiply that this processor has; empty without a C
+    compiler, or where there are no native kernels.
     """
     program = build()
     if program is None or not library.available():

@@ -29,7 +29,8 @@ class StepRecorder:
 
 
 def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
-    """Microseconds of each phase of each step. A phase that cannot be computed for a step is left out.
+    """Return the microseconds of each phase of each step. A phase that cannot be computed for a step is left
+    out.
 
     schedule: making the plan. pack: filling the buffer for the device. dispatch: calling the program. wait:
     for the result. commit: deciding what ended. deliver: from there to the next plan (sinks, the journal,
@@ -60,14 +61,16 @@ def phases_us(records: Sequence[StepRecord]) -> list[dict[str, float]]:
 
 
 def _continues(before: StepRecord, after: StepRecord) -> bool:
-    """Whether a request ran in both steps, so that the engine cannot have waited for work between them."""
+    """Say whether a request ran in both steps, so that the engine cannot have waited for work between
+    them.
+    """
     return not set(before.request_ids).isdisjoint(after.request_ids)
 
 
 def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
-    """For each kind of step ("decode", "mixed", or "proposed", of those that check proposed tokens): the
-    number of dispatches, of steps (a dispatch may be a window of several), and p50, p90, p99 and the largest
-    value of each phase of a dispatch in microseconds.
+    """Return for each kind of step ("decode", "mixed", or "proposed", of those that check proposed tokens):
+    the number of dispatches, of steps (a dispatch may be a window of several), and p50, p90, p99 and the
+    largest value of each phase of a dispatch in microseconds.
     """
     records = sorted(records, key=lambda record: record.dispatched_ns)
     phases = phases_us(records)
@@ -89,7 +92,9 @@ def _kind(record: StepRecord) -> str:
 
 
 def accepted_by_position(records: Sequence[StepRecord]) -> list[tuple[int, int]]:
-    """For each position of proposals, how many tokens were proposed there, and how many of these accepted."""
+    """Say for each position of proposals how many tokens were proposed there, and how many of these
+    accepted.
+    """
     found: list[tuple[int, int]] = []
     for record in records:
         for one in record.speculated:

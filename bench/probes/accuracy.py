@@ -57,7 +57,7 @@ class Format(NamedTuple):
 
 
 def sample_texts(model: str, per_prompt: int) -> NDArray[np.int32]:
-    """Token ids of texts of LENGTH tokens, sampled from the model in float32."""
+    """Sample token ids of texts of LENGTH tokens from the model in float32."""
     engine = Engine.from_pretrained(model, EngineConfig(dtype="float32", max_num_seqs=4, show_progress=False))
     engine.start()
     texts: list[list[int]] = []
@@ -111,19 +111,21 @@ class Scorer:
         self._run, self._score = jax.jit(run), jax.jit(score)
 
     def hidden(self, tokens: NDArray[np.int32]) -> jax.Array:
-        """Hidden states behind each token but the last, [length - 1, E]."""
+        """Compute hidden states behind each token but the last, [length - 1, E]."""
         found: jax.Array = self._run(self._leaves, jnp.asarray(tokens))[:-1]
         return found
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:
-        """Of every token after each position: float32 [rows, V]."""
+        """Compute the log-probabilities of every token after each position: float32 [rows, V]."""
         found: jax.Array = self._score(self._leaves, hidden)
         return found
 
 
 @jax.jit
 def compared(exact: jax.Array, tried: jax.Array, following: jax.Array) -> jax.Array:
-    """For each position whether the likeliest token is the same, KL in nats, and the surprise: [3, rows]."""
+    """Return for each position whether the likeliest token is the same, KL in nats, and the surprise:
+    [3, rows].
+    """
     same = exact.argmax(axis=1) == tried.argmax(axis=1)
     divergence = (jnp.exp(exact) * (exact - tried)).sum(axis=1)
     surprise = -jnp.take_along_axis(tried, following[:, None], axis=1)[:, 0]
@@ -131,7 +133,7 @@ def compared(exact: jax.Array, tried: jax.Array, following: jax.Array) -> jax.Ar
 
 
 def figures(exact: Scorer, tried: Scorer, texts: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Agreement, KL and surprise of a format, as means over all positions."""
+    """Return agreement, KL and surprise of a format, as means over all positions."""
     found = []
     for text in texts:
         ours, theirs, following = exact.hidden(text), tried.hidden(text), jnp.asarray(text[1:])

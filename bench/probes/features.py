@@ -46,7 +46,7 @@ _PROMPT, _SEED = 128, 7
 
 
 def made_up_vocabulary(vocab_size: int) -> Vocabulary:
-    """Every byte, and distinct words of up to eight letters, half of them with a space before."""
+    """Return every byte, and distinct words of up to eight letters, half of them with a space before."""
     rng = random.Random(_SEED)
     words: dict[bytes, None] = {bytes([b]): None for b in range(256)}
     while len(words) < vocab_size:
@@ -58,7 +58,7 @@ def made_up_vocabulary(vocab_size: int) -> Vocabulary:
 
 
 def variants(compiled: CompiledGrammar | None) -> Mapping[str, Callable[[Request], Request]]:
-    """From the name of each feature to a function that adds it to a greedy request."""
+    """Map the name of each feature to a function that adds it to a greedy request."""
     greedy = ResolvedSampling(temperature=0.0)
     drawn = ResolvedSampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, seed=1)
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
@@ -87,7 +87,7 @@ def variants(compiled: CompiledGrammar | None) -> Mapping[str, Callable[[Request
 
 
 def step_ms(records: Sequence[StepRecord], num_rows: int) -> list[float]:
-    """Milliseconds from one commit to the next for each decode step, while all rows decode."""
+    """Return the milliseconds from one commit to the next for each decode step, while all rows decode."""
     full = [r for r in records if r.decode_only and r.num_rows == num_rows]
     return [
         (after.committed_ns - before.committed_ns) / 1e6 / after.num_steps

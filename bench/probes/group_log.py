@@ -49,7 +49,7 @@ def follow(address: str) -> None:
 
 
 async def measure(rows: int, steps: int, per_second: float, *, with_log: bool) -> tuple[list[float], float]:
-    """Milliseconds of each `append`, and of processor time of the process for each step."""
+    """Measure the milliseconds of each `append`, and of processor time of the process for each step."""
     leader = GroupLeader(group(0), lambda error: None)
     server = PenstockServer(ServerOptions(port=0), group=leader)
     await server.start()

@@ -43,7 +43,7 @@ def timed(work: Callable[..., Any], microseconds: list[float]) -> Callable[..., 
 
 
 def table(steps: Sequence[Mapping[str, float]]) -> str:
-    """p50, p90 and p99 of each phase of `phases_us`, and of the host's phases together."""
+    """Write p50, p90 and p99 of each phase of `phases_us`, and of the host's phases together."""
     rows = {name: [step[name] for step in steps if name in step] for name in PHASES}
     rows["host, all"] = [sum(step[name] for name in HOST) for step in steps if step.keys() >= set(HOST)]
     lines = [f"{'microseconds per step':<24}{'p50':>10}{'p90':>10}{'p99':>10}"]

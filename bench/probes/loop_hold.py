@@ -153,7 +153,7 @@ def _reason(error: Any) -> str:
 
 
 def rows(info: Any, chunk_bytes: int) -> Iterator[Row]:
-    """Messages that held the loop for long once, and the largest of their kinds that are accepted."""
+    """Return messages that held the loop for long once, and the largest of their kinds that are accepted."""
     vocab, context = info.vocab_size, info.max_context_tokens
     left = types_pb2.ContextOptions(truncation=types_pb2.TRUNCATION_LEFT)
     one = types_pb2.StoppingParams(max_tokens=1)

@@ -31,7 +31,9 @@ Message = weights_pb2.UpdateWeightsRequest
 
 
 def messages(entries: Mapping[str, TensorEntry], **begin: Any) -> Iterator[Message]:
-    """One update of these tensors, without checksums. The files are read as the messages are sent."""
+    """Yield the messages of one update of these tensors, without checksums. The files are read as the
+    messages are sent.
+    """
     specs = [
         weights_pb2.TensorSpec(name=name, dtype=_DTYPES[entry.dtype.name], shape=entry.shape)
         for name, entry in entries.items()

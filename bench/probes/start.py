@@ -75,7 +75,7 @@ def cpu_s(pid: int) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process and its descendants; what several share counts in parts."""
+    """Measure the memory of a process and its descendants; what several share counts in parts."""
     total = 0
     for each in processes(pid):
         with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def measure(tree: Path, flags: Sequence[str]) -> Start:
 
 
 def table(found: dict[str, list[Start]], names: dict[str, str]) -> str:
-    """Medians of each side, by phase, in Markdown."""
+    """Write the medians of each side, by phase, in Markdown."""
     lines = ["| | phase | s | processor s | MiB at its end |", "|---|---|---:|---:|---:|"]
     for side, starts in found.items():
         before = [Mark(0.0, 0.0, 0)] * len(starts)

@@ -129,11 +129,11 @@ class Streams:
                     raise
 
     def rate(self, began: float, ended: float) -> float:
-        """Tokens per second of all streams together in this time."""
+        """Return the tokens per second of all streams together in this time."""
         return sum(n for when, n in self.arrivals if began <= when < ended) / (ended - began)
 
     def undisturbed(self, seconds: float) -> float:
-        """Tokens per second from now on, for this long."""
+        """Measure the tokens per second from now on, for this long."""
         began = time.perf_counter()
         time.sleep(seconds)
         return self.rate(began, time.perf_counter())

@@ -48,7 +48,9 @@ Weight = tuple[jax.Array, jax.Array | None]
 
 
 def _weight(rng: np.random.Generator, out: int, inner: int, int8: bool) -> Weight:
-    """Random weights: one expert's, copied, because their values cannot change how long a product takes."""
+    """Make random weights: one expert's, copied, because their values cannot change how long a product
+    takes.
+    """
     shape = packed_shape(out, inner, int8=int8)
     if not int8:
         tiles = (rng.standard_normal(shape, np.float32) * 0.02).astype(ml_dtypes.bfloat16)

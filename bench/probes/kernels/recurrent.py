@@ -149,7 +149,7 @@ def _program(layer: Layer, ops: RecurrentOps, tokens: int, rows: int) -> Callabl
 
 
 def _state_bytes(layer: Layer, rows: int) -> int:
-    """Bytes of the rows' state, read and written."""
+    """Count the bytes of the rows' state, read and written."""
     return 2 * 4 * rows * int(np.prod(layer.state))
 
 

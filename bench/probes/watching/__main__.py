@@ -73,13 +73,13 @@ class Measured:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of a process so far, in seconds."""
+    """Return the processor time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def stream_on(stub: Any, load: Load, vocab: int, number: int, count: list[int]) -> None:
-    """Streams one request after the other until it is cancelled, and adds their tokens to `count[0]`."""
+    """Stream one request after the other until it is cancelled, and add their tokens to `count[0]`."""
     turn = 0
     while True:
         turn += 1
@@ -96,7 +96,7 @@ async def stream_on(stub: Any, load: Load, vocab: int, number: int, count: list[
 async def measured(
     address: str, pid: int, load: Load, level: telemetry_pb2.TraceLevel.ValueType | None
 ) -> Measured:
-    """Streams to a server for a while. `level` None: the server has no traces."""
+    """Stream to a server for a while. `level` None: the server has no traces."""
     async with grpc.aio.insecure_channel(address) as channel:
         control: Any = control_pb2_grpc.ControlServiceStub(channel)
         if level is not None:
@@ -125,7 +125,9 @@ async def measured(
 
 
 def table(rounds: Sequence[Mapping[str, Measured]]) -> str:
-    """For each way the medians over the rounds, and the cost against the bare server of the same round."""
+    """Show for each way the medians over the rounds, and the cost against the bare server of the same
+    round.
+    """
     lines = [
         "| watched by | tokens/s | CPU ms per 1,000 tokens | cost in tokens/s, % | each round, % |",
         "|---|---:|---:|---:|---|",
@@ -142,8 +144,8 @@ def table(rounds: Sequence[Mapping[str, Measured]]) -> str:
 async def compared(
     servers: Mapping[str, tuple[str, int, telemetry_pb2.TraceLevel.ValueType | None]], load: Load, rounds: int
 ) -> list[dict[str, Measured]]:
-    """All ways in turns, after a round that does not count. `servers`: for each way an address, the server's
-    process and the level of its traces.
+    """Measure all ways in turns, after a round that does not count. `servers`: for each way an address, the
+    server's process and the level of its traces.
     """
     found: list[dict[str, Measured]] = []
     ways = list(servers)

@@ -23,8 +23,8 @@ _SNAPSHOTS = 100
 
 
 def measured(load: Load, *, traced: bool) -> tuple[float, float, EngineMeters]:
-    """Processor time in seconds to fold all steps of this load, and for one snapshot; and what has folded
-    them. `traced`: whether every request has a span, which the metrics then name.
+    """Measure the processor time in seconds to fold all steps of this load, and for one snapshot; and what
+    has folded them. `traced`: whether every request has a span, which the metrics then name.
     """
     batches, _ = recorded(load, batch_steps=20, traced=traced)
     registry, counts = Registry(), scheduling.Counts()

@@ -17,7 +17,7 @@ SERVICES = (
 
 
 async def drop(message: bytes, context: Any) -> bytes:
-    """Answers that all was taken: an empty message says so."""
+    """Answer that all was taken: an empty message says so."""
     return b""
 
 

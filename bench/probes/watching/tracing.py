@@ -160,7 +160,7 @@ def _closed(context: RequestContext, start_ns: int, end_ns: int) -> Closed:
 
 
 def spent_s(work: Callable[[], object]) -> float:
-    """Processor time of this thread in seconds."""
+    """Return the processor time of this thread in seconds."""
     began = time.thread_time()
     work()
     return time.thread_time() - began
@@ -172,7 +172,7 @@ def event_loop(num_requests: int) -> tuple[float, list[ReadableSpan]]:
 
     class Keep:
         def on_start(self, span: Any, parent_context: Any = None) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         def on_end(self, span: ReadableSpan) -> None:
             ended.append(span)
@@ -180,7 +180,7 @@ def event_loop(num_requests: int) -> tuple[float, list[ReadableSpan]]:
         _on_ending = on_start
 
         def shutdown(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     class Sampling:
         level = TraceLevel.STEPS
