@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,7 +20,8 @@ from penstock.runtime.requests.request import Request, StoppingParams
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
 from tests.support.models.compilation_cache import TEST_CACHE
-from tests.support.models.toy import EOS, VOCAB, toy_backend, toy_model, toy_tokens
+from tests.support.models.hybrid import hybrid_model, hybrid_tokens
+from tests.support.models.toy import EOS, VOCAB, toy_backend
 
 CONFIG = RunnerConfig(
     buckets=Buckets((16,), (8,)),
@@ -56,11 +58,13 @@ class Log:
 
 @pytest.mark.ci
 def test_a_follower_chooses_the_same_tokens_where_some_are_proposed() -> None:
-    """Of four tokens proposed for one row the first two are right; the other row goes on as usual. After the
-    step both have their next inputs on the device, which the next step shows.
+    """Of four tokens proposed for one row the first two are right; the other row goes on as usual. The model
+    keeps state by slot, so another program than in other steps computes the rows of proposed tokens, and the
+    step behind the wrong one computes the accepted ones again. Afterwards both have the same tokens, state
+    and pages on their devices.
     """
     use_compilation_cache(TEST_CACHE)
-    model = toy_model()
+    model = hybrid_model()
     log: Any = Log()
     no_updates: Any = None
     parts = (model.graphdef, model.weights, model.cache, CONFIG, toy_backend())
@@ -72,7 +76,7 @@ def test_a_follower_chooses_the_same_tokens_where_some_are_proposed() -> None:
     repeater = Repeater(follower, programs, no_updates)
 
     prompts = {0: [1, 2, 3], 2: [5]}
-    expected = {slot: toy_tokens(prompt, 9) for slot, prompt in prompts.items()}
+    expected = {slot: hybrid_tokens(prompt, 9) for slot, prompt in prompts.items()}
     greedy, rules = ResolvedSampling(temperature=0.0), StoppingParams(ignore_eos=True)
     first = Plan(
         0,
@@ -92,13 +96,17 @@ def test_a_follower_chooses_the_same_tokens_where_some_are_proposed() -> None:
         ),
         proposer="test",
     )
-    third = Plan(2, (PlanRow("r0", 0, 6, 1, None, True), PlanRow("r2", 2, 2, 1, None, True)))
+    again = PlanRow("r0", 0, 3, 4, tuple(right[:4]), True)
+    third = Plan(2, (again, PlanRow("r2", 2, 2, 1, None, True)))
+    fourth = Plan(3, (PlanRow("r0", 0, 7, 1, None, True), PlanRow("r2", 2, 3, 1, None, True)))
     assert leader.execute(first).token_ids == [right[:1], expected[2][:1]]
     assert leader.execute(second).token_ids == [right[1:4], expected[2][1:2]]
+    assert leader.device.rows.tokens[0] == right[3]
     assert leader.execute(third).token_ids == [right[4:5], expected[2][2:3]]
+    assert leader.execute(fourth).token_ids == [right[5:6], expected[2][3:4]]
     for call in log.calls:
         repeater.repeat(call)
-    assert follower.device.rows.tokens.tolist() == leader.device.rows.tokens.tolist()
-    assert follower.device.rows.tokens[0] == right[4]
+    found, same = ((runner.device.rows, runner.device.kv) for runner in (follower, leader))
+    jax.tree.map(np.testing.assert_array_equal, found, same)
     for runner in (leader, follower):
         runner.shutdown()
