@@ -122,6 +122,20 @@ def test_a_sequence_whose_guesses_are_never_right_is_tried_ever_more_rarely() ->
     assert asked.num
 
 
+def test_where_there_was_no_room_nothing_was_wrong() -> None:
+    """A sequence that got no guesses for long is tried as soon again as any other."""
+    asked = Asked(0.05)
+    for _ in range(600):
+        assert asked.drafting.propose([Candidate(asked.seq, 4)], 1, 0) == [()]
+        asked.step(0, 0)
+    while asked.num:
+        asked.step(asked.num, 0)
+    for _ in range(70):
+        asked.step(0, 0)
+        assert not asked.drafting.propose([Candidate(asked.seq, 4)], 1, 0)[0]
+    assert asked.num
+
+
 def test_bounds_are_kept() -> None:
     """Room is for all rows or for none, and a row under a constraint gets nothing."""
     drafting = Drafting("draft")

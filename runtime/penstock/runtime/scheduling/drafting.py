@@ -57,8 +57,8 @@ class _Record:
                 self.rate += _LEARN * (1 - self.rate)
             if accepted < proposed:
                 self.rate -= _LEARN * self.rate
-        elif len(seq.token_ids) - self.at >= self.rest:
-            self.rate, self.at = max(self.rate, _FIRST_RATE), len(seq.token_ids)
+        elif self.rate < _FIRST_RATE and len(seq.token_ids) - self.at >= self.rest:
+            self.rate, self.at = _FIRST_RATE, len(seq.token_ids)
             self.rest *= 2
 
 
