@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime import EngineConfig
 from penstock.runtime.loading.checkpoint import load_config
-from penstock.runtime.models.cutting import cut
+from penstock.runtime.models.cutting import cut_for
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.witness import log_softmax
 
@@ -162,11 +162,7 @@ def small_config(
     """CONFIG with a KV cache of so many tokens. XLA compiles for the size of the cache, and to compile all
     goldens takes minutes, so tests that ask for the same pages of a golden share its compiled programs.
     """
-    config = cut(
-        load_config(GOLDEN / name),
-        CONFIG.tensor_parallel_size or 1,
-        context_parallel=CONFIG.context_parallel,
-    )
+    config = cut_for(load_config(GOLDEN / name), CONFIG, CONFIG.tensor_parallel_size or 1)
     cache, num_slots = config.cache, CONFIG.max_num_seqs or 0
     pages = -(-cached_tokens // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
     snapshots = num_slots if cache.has_state else 0

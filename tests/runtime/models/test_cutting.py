@@ -156,6 +156,7 @@ def test_experts_that_cannot_be_dealt_are_refused(name, devices, told):
     [
         ("qwen3", 2, "context_parallel: must be left out: Qwen3ForCausalLM has attention that is not latent"),
         ("lfm2", 2, "context_parallel: must be left out: Lfm2ForCausalLM has attention that is not latent"),
+        ("mamba2", 2, "context_parallel: must be left out: Mamba2ForCausalLM has no latent attention"),
         ("deepseek_v3", 1, "context_parallel: must be left out on one device"),
     ],
 )

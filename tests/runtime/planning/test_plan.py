@@ -9,9 +9,11 @@ import pytest
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.planning.chips import CHIPS, Chip, Machine, read_machine
 from penstock.runtime.planning.plan import plan
+from tests.support.goldens import GOLDEN
 from tests.support.models.configs import published
 
 LLAMA_3_1_8B = {
@@ -228,6 +230,17 @@ def test_a_model_is_cut_over_devices() -> None:
     assert not three.fits
     assert three.problem is not None
     assert "num_attention_heads are 4" in three.problem
+
+
+def test_a_plan_has_the_server_s_ways_to_cut_a_model() -> None:
+    """Of DeepSeek's golden each of two devices keeps 48 numbers of all tokens in 3 layers, or a half."""
+    model, machine = load_config(GOLDEN / "deepseek_v3"), Machine(one(memory_bytes=10**8).chip, 2)
+    dealt = dataclasses.replace(OPTIONS, context_parallel=True, expert_parallel=True)
+    each = [plan(model, machine, options) for options in (OPTIONS, dealt)]
+    assert [found.kv_bytes_per_row for found in each] == [48 * 3 * 48 * 4, 48 * 3 * 48 * 4 // 2]
+    alone = plan(parse_config(TINY), machine, dealt).problem
+    assert alone is not None
+    assert "expert_parallel" in alone
 
 
 @pytest.mark.parametrize("name", ["h100", "tpu-v5e-4", "tpu-v7x-8"])

@@ -44,7 +44,7 @@ from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.adapted import AdaptedModel
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.cutting import cut, sizes_that_work
+from penstock.runtime.models.cutting import cut_for, sizes_that_work
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import LoadRules, RulesFor, Tensor
 from penstock.runtime.models.params import (
@@ -231,12 +231,7 @@ def served_config(config: ModelConfig, options: EngineConfig) -> ModelConfig:
     check_max_model_len(options, config.max_position_embeddings)
     if options.speculation == "heads":
         config = _with_heads(config, options)
-    config = cut(
-        config,
-        options.tensor_parallel_size or 1,
-        expert_parallel=options.expert_parallel,
-        context_parallel=options.context_parallel,
-    )
+    config = cut_for(config, options, options.tensor_parallel_size or 1)
     return config.for_context(options.max_model_len or config.max_position_embeddings)
 
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.runtime.config import MOST_DEVICES
+from penstock.runtime.config import MOST_DEVICES, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import (
     AttentionConfig,
@@ -79,6 +79,16 @@ def cut(
     )
 
 
+def cut_for(config: ModelConfig, options: EngineConfig, devices: int) -> ModelConfig:
+    """`cut` in the ways that the options of a server say."""
+    return cut(
+        config,
+        devices,
+        expert_parallel=options.expert_parallel,
+        context_parallel=options.context_parallel,
+    )
+
+
 def sizes_that_work(config: ModelConfig, *, expert_parallel: bool = False) -> list[int]:
     """List the numbers of devices over which the model can be cut, from 1 on."""
     return [
@@ -105,11 +115,14 @@ def _check_experts(config: ModelConfig, devices: int) -> None:
 
 def _check_latents(config: ModelConfig, devices: int) -> None:
     attentions = [layer.attention for layer in config.layers]
-    has_latents = any(isinstance(attention, LatentConfig) for attention in attentions)
-    if not has_latents or any(isinstance(attention, AttentionConfig) for attention in attentions):
+    if any(isinstance(attention, AttentionConfig) for attention in attentions):
         raise ConfigError(
             f"context_parallel: must be left out: {config.architecture} has attention that is not latent, "
             "whose cache is cut by heads"
+        )
+    if not any(isinstance(attention, LatentConfig) for attention in attentions):
+        raise ConfigError(
+            f"context_parallel: must be left out: {config.architecture} has no latent attention"
         )
     if devices == 1:
         raise ConfigError("context_parallel: must be left out on one device; see tensor_parallel_size")

@@ -31,7 +31,7 @@ from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.loading.served_model import ServedModel, reader_of, shapes_of_model
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.cutting import cut
+from penstock.runtime.models.cutting import cut_for
 from penstock.runtime.models.params import abstract_model, leaf_shapes, model_dtype, state_of
 from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.planning.chips import MOST_COMPILED, Chip, Machine
@@ -95,7 +95,7 @@ def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend
     options do not suit it.
     """
     check_max_model_len(options, config.max_position_embeddings)
-    config = cut(config, backend.mesh.size)
+    config = cut_for(config, options, backend.mesh.size)
     config = config.for_context(options.max_model_len or config.max_position_embeddings)
     dtype = model_dtype(config, options.dtype)
     linear = backend.linear_format(dtype, options.quantization)
@@ -169,8 +169,9 @@ def compiled_temp_bytes(config: ModelConfig, machine: Machine, options: EngineCo
             f"compile: {missing} is not installed, which compiles for {machine.chip.name}; {INSTALL}"
         )
     backend = absent_backend(machine, options)
-    own = cut(config, machine.devices).cache
-    pages = -(-(options.max_model_len or config.max_position_embeddings) // options.page_size) + 1
+    own = cut_for(config, options, machine.devices).cache
+    pages = -(-(options.max_model_len or config.max_position_embeddings) // options.page_size)
+    pages += machine.devices  # each has as many of dealt pages as any other
     rows = options.max_num_seqs or backend.sizes.num_seqs
     kv_bytes = pages * own.page_bytes(options.page_size, np.dtype(np.float32)) + 2 * rows * own.slot_bytes
     return peak_temp_bytes(absent_programs(config, options, backend, kv_bytes=kv_bytes))

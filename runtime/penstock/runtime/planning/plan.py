@@ -40,7 +40,7 @@ from penstock.runtime.models.config import (
     MLPConfig,
     ModelConfig,
 )
-from penstock.runtime.models.cutting import cut
+from penstock.runtime.models.cutting import cut_for
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.params import leaf_shapes, model_dtype
@@ -123,7 +123,7 @@ def plan(
     resolved = resolve(options, accelerator_sizes(machine.chip.usable_bytes))
     rows = resolved.max_num_seqs
     try:
-        model = cut(model, machine.devices)
+        model = cut_for(model, options, machine.devices)
         if draft is not None and machine.devices > 1:
             raise ConfigError("draft_model: a model that is cut over devices takes no draft")
     except ConfigError as error:
@@ -225,7 +225,7 @@ class _Parts:
         )
         of_attention = (
             max(
-                4 * blocks * span * (2 * 2 * kept.num_kv_heads * kept.head_dim + block_q * _num_heads(layer))
+                4 * blocks * span * (2 * 2 * kept.num_kv_heads * kept.head_dim + block_q * _num_scored(layer))
                 for layer, kept in self._attending
                 for blocks, block_q, span in shapes
             )
@@ -328,6 +328,12 @@ def _num_heads(layer: LayerConfig) -> int:
     attention = layer.attention
     assert isinstance(attention, AttentionConfig | LatentConfig), "recurrent layers do not attend"
     return attention.num_heads
+
+
+def _num_scored(layer: LayerConfig) -> int:
+    """Of how many heads a device has scores at a time: its own, or all where pages are dealt over devices."""
+    attention = layer.attention
+    return _num_heads(layer) * (attention.cache_pieces if isinstance(attention, LatentConfig) else 1)
 
 
 def _experts_of(layer: LayerConfig) -> ExpertsConfig | None:
