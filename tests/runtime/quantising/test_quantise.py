@@ -29,6 +29,7 @@ from tests.support.models.random_model import write_random_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
+EMBEDDINGS = "model.embed_tokens.weight"
 
 
 @pytest.fixture
@@ -76,20 +77,21 @@ def test_models_that_cannot_be_quantised_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "row", "value", "says"),
     [
-        (NORM, f"tensor {NORM} has values"),
-        pytest.param("model.embed_tokens.weight", "in floats layer 0 makes values", marks=pytest.mark.ci),
-        pytest.param(Q_PROJ, f"tensor {Q_PROJ} has values", marks=pytest.mark.ci),
+        (NORM, ..., np.nan, f"tensor {NORM} has values"),
+        (EMBEDDINGS, 500, np.inf, f"tensor {EMBEDDINGS} has values"),  # of a token that no judged text has
+        pytest.param(NORM, ..., 3e38, "in floats layer 0 makes values", marks=pytest.mark.ci),
+        pytest.param(Q_PROJ, 0, np.nan, f"tensor {Q_PROJ} has values", marks=pytest.mark.ci),
     ],
 )
 def test_a_tensor_with_values_that_are_no_numbers_is_told(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, row: Any, value: float, says: str
 ) -> None:
     monkeypatch.setattr(module, "JUDGED_TOKENS", 64)
     file = model / "model.safetensors"
     tensors = load_file(file)
-    tensors[name] = np.full_like(tensors[name], np.nan)
+    tensors[name][row] = value
     save_file(tensors, file)
     with pytest.raises(ConfigError, match=says):
         quantise(model, tmp_path / "out", QuantiseOptions(method="rtn"), progress=False)

@@ -39,7 +39,7 @@ from penstock.runtime.models.params import load_rules, rules_of_layer
 from penstock.runtime.models.quantised import Codes
 from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.quantising.gptq import gptq
-from penstock.runtime.quantising.grids import Floats, grid_of, rounded
+from penstock.runtime.quantising.grids import grid_of, rounded
 from penstock.runtime.quantising.layerwise import Grams, LayerByLayer, Score
 from penstock.runtime.quantising.options import QuantiseOptions, Scheme
 from penstock.runtime.quantising.output import (
@@ -137,7 +137,7 @@ def quantise(source: Path, target: Path, options: QuantiseOptions, *, progress: 
 
 
 def _read(source: Path, options: QuantiseOptions) -> _Checkpoint:
-    """Read all but the values. Raises ConfigError for what cannot be quantised."""
+    """Read all but the weights that become codes. Raises ConfigError for what cannot be quantised."""
     if is_gguf(source):
         raise ConfigError(f"{source}: a GGUF file cannot be quantised again; give the checkpoint in floats")
     config = read_config(source)
@@ -155,10 +155,12 @@ def _read(source: Path, options: QuantiseOptions) -> _Checkpoint:
             f"{source}: no weight can be quantised: outputs must be a multiple of 16, and inputs of 64 and "
             f"of the group, {options.group}"
         )
+    checkpoint = _Checkpoint(source, config, tensors, weights)
+    quantised = checkpoint.quantised
     for name, entry in tensors.items():
-        if len(entry.shape) == 1:  # norms and biases, which take no time; weights are read layer by layer
-            _floats(name, entry)
-    return _Checkpoint(source, config, tensors, weights)
+        if name not in quantised:  # those are read layer by layer
+            _check_values(name, entry)
+    return checkpoint
 
 
 def _check_family(config: ModelConfig) -> None:
@@ -278,7 +280,7 @@ def _make(
         written = set(checkpoint.quantised)
         for index, weights in enumerate(checkpoint.weights):
             for name in weights:
-                _floats(name, tensors[name])  # a damaged one is named before anything is computed with it
+                _check_values(name, tensors[name])
             layer = model.layer(index, tensors)
             layer.advance(exact)
             if not np.isfinite(exact).all():
@@ -315,7 +317,7 @@ def _layer_codes(
 ) -> tuple[dict[str, Codes], dict[str, NDArray[Any]]]:
     """Choose the codes of all quantised tensors of a layer: (these, other tensors that changed)."""
     weights, found = checkpoint.weights[layer], {}
-    floats = {name: _floats(name, checkpoint.tensors[name]) for name in weights}
+    floats = {name: np.asarray(checkpoint.tensors[name].map()).astype(np.float32) for name in weights}
     changed: dict[str, NDArray[Any]] = {}
     if options.method == "awq" and weights:
         of_layer = rules_of_layer(checkpoint.config, layer).values()
@@ -334,9 +336,7 @@ def _layer_codes(
     return found, changed
 
 
-def _floats(name: str, entry: TensorEntry) -> Floats:
-    """Read the values of a tensor. Raises ConfigError if one is infinite or no number."""
-    weight: Floats = np.asarray(entry.map()).astype(np.float32)
-    if not np.isfinite(weight).all():
+def _check_values(name: str, entry: TensorEntry) -> None:
+    """Raise ConfigError if a value is infinite or no number."""
+    if not np.isfinite(entry.map()).all():
         raise ConfigError(f"{entry.file}: tensor {name} has values that are infinite or no numbers")
-    return weight
