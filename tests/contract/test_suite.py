@@ -16,6 +16,7 @@ from tests.support.suite.drawing import (
     OPTIMIZED_PARTS,
     SWEEP_PARTS,
     SweepKey,
+    few,
     is_optimized,
     needs_draw,
     touched,
@@ -107,6 +108,14 @@ def test_through_front_processes_every_test_is_drawn_unless_the_relay_has_change
 )
 def test_a_change_of_a_family_runs_its_goldens_everywhere(changed: str, families: set[str]) -> None:
     assert touched([changed], ROOT).families == families
+
+
+def test_a_case_that_is_marked_but_is_not_there_is_told() -> None:
+    """Its name has changed, or is wrong, and the sweep alone would have what CI is to run."""
+    assert len(few(["a", "b", "c"], ["a"], ci=["c"])) == 3
+    for always, ci in ((["A"], ()), ((), ["A"])):
+        with pytest.raises(ValueError, match="'A'"):
+            few(["a"], always, ci)
 
 
 def test_every_folder_and_file_that_the_rules_name_exists() -> None:

@@ -149,6 +149,9 @@ def few(cases: Iterable[Any], always: Collection[Any], ci: Collection[Any] = ())
     """The cases as parameters of a test. `make test` runs `always`, CI also those of `ci`, and the sweep has
     the others. A case of several parameters is a tuple.
     """
+    cases = list(cases)
+    if unknown := [case for case in (*always, *ci) if case not in cases]:
+        raise ValueError(f"no case of the test: {unknown}")
     return [
         case
         if case in always
