@@ -85,8 +85,8 @@ class ModelFamily:
     parse: (architecture, fields of config.json) -> ModelConfig; raises ConfigError with all problems.
     ignored: fields that transformers' own implementation of the family does not look at. stored: where its
     checkpoints have each parameter. harmless, copies: see `LoadRules`. further_layers: checkpoints may have
-    layers behind those of the decoder, which predict further tokens and are not read. build: the module with
-    zero weights, in a dtype.
+    layers behind those of the decoder, which predict further tokens and are read only if the model
+    `predicts`. build: the module with zero weights, in a dtype.
     """
 
     parse: Callable[[str, Fields], ModelConfig]
