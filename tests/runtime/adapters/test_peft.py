@@ -309,6 +309,23 @@ def test_parameters_that_stack_experts() -> None:
         reader.read(sent({**config, "target_parameters": ["experts.down_proj"]}, tensors))
 
 
+@pytest.mark.parametrize("name", [f"{STACK}.0.down_proj", "layers.0.mlp.experts"])
+def test_a_layer_of_an_expert_that_has_two_names(name: str) -> None:
+    """The one of the two that is written last would be the adapter's."""
+    config = {"r": 1, "target_parameters": ["experts.down_proj"]}
+    a, b = np.ones((2, 1), np.float32), np.ones((3, 2), np.float32)
+    count = 1 if name.endswith("down_proj") else 2
+    tensors = {
+        f"{STACK}.lora_A.weight": a,
+        f"{STACK}.lora_B.weight": b,
+        f"{name}.lora_A.weight": a[:count],
+        f"{name}.lora_B.weight": b[:, :count],
+    }
+    with pytest.raises(AdapterFormatError, match="has this matrix already") as caught:
+        AdapterReader(MIXTURE, RANK).read(sent(config, tensors))
+    assert caught.value.tensor == f"{name}.lora_A.weight"
+
+
 def test_an_expert_that_has_matrices_of_its_own() -> None:
     names = {f"{STACK}.1.up_proj.lora_A.weight": A[:1], f"{STACK}.1.up_proj.lora_B.weight": B[:1, :1]}
     config = {"r": 1, "lora_alpha": 2}

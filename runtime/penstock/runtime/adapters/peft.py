@@ -203,6 +203,11 @@ class _Half:
     experts: ExpertLayers = ()
     """The layers of such a parameter, see `AdaptedModel.stacks`."""
 
+    @property
+    def layers(self) -> ExpertLayers:
+        """The layers that it changes, by expert; or that layer alone."""
+        return self.experts or ((self.layer,),)
+
 
 class AdapterReader:
     """Makes adapters of one model ready for the device."""
@@ -252,11 +257,14 @@ class AdapterReader:
         """Check all that can be told from the names, shapes and dtypes of tensors. Returns the options, and
         which matrix each tensor is.
         """
-        config, names = read_config(fields), dict[_Half, str]()
+        config, names, taken = read_config(fields), dict[_Half, str](), set[tuple[str, bool]]()
         for name, shape, dtype in tensors:
             half = self._check(config, name, shape, dtype)
-            if half in names:
+            # The layers of an expert may be named, and may be in a stack, which may have several names.
+            matrices = {(layer, half.is_b) for expert in half.layers for layer in expert}
+            if matrices & taken:
                 raise AdapterFormatError("the layer has this matrix already", tensor=name)
+            taken |= matrices
             names[half] = name
         if not names:
             raise AdapterFormatError("the adapter has no tensors")
@@ -294,7 +302,7 @@ class AdapterReader:
         """Tell which matrix a tensor is. AdapterFormatError if its name, shape or dtype cannot be right."""
         half = self._half(config, name)
         rank, columns = config.rank_of(half.layer), max(1, len(half.experts))
-        side_by_side = [self._model.layers[each] for each in (half.experts or ((half.layer,),))[0]]
+        side_by_side = [self._model.layers[each] for each in half.layers[0]]
         if rank > self._rank:
             message = f"its rank is {rank}, and the server takes at most {self._rank}"
             raise AdapterFormatError(message, tensor=name)
