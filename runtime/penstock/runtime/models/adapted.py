@@ -71,8 +71,9 @@ class AdaptedPiece:
     """What one device has of a part of a layer of the checkpoint."""
 
     device: int
-    outputs: npt.NDArray[np.intp]
-    """Which of the layer's outputs are those of the part there, in its order."""
+    outputs: slice | npt.NDArray[np.intp]
+    """Which of the layer's outputs are those of the part there, in its order. Neighbours are a
+    slice: a mixture has ten thousands of such layers."""
     inputs: slice
     """Which of the layer's inputs the device has. Where it has some, its product is a summand of the layer's,
     as that of the layer itself is."""
@@ -204,8 +205,7 @@ def _parts(
                 out_size, in_size = _sizes(rules[0])
                 own = out_size // devices  # of the heads of one device, which lie one behind the other
                 pieces = tuple(
-                    AdaptedPiece(i, np.arange(i * own, (i + 1) * own), slice(0, in_size))
-                    for i in range(devices)
+                    AdaptedPiece(i, slice(i * own, (i + 1) * own), slice(0, in_size)) for i in range(devices)
                 )
                 yield _name(rules[0].sources[0]), AdaptedPart(place, 0, pieces), (out_size, in_size)
             continue
@@ -221,13 +221,16 @@ def _parts(
 
 def _piece(rules: Sequence[LoadRule], device: int) -> AdaptedPiece:
     """Return what a device has of a part whose rows these rules fill there, one behind the other."""
+    source = rules[0].sources[0]
+    inputs = source.columns or slice(0, source.num_columns)
+    if len(rules) == 1 and source.order is None:
+        return AdaptedPiece(device, slice(source.begin, source.begin + rules[0].num_rows), inputs)
     outputs: list[npt.NDArray[np.intp]] = []
     for rule in rules:
         source = rule.sources[0]
         order = np.arange(rule.num_rows) if source.order is None else np.asarray(source.order)
         outputs.append(source.begin + order[: rule.num_rows])
-    source = rules[0].sources[0]
-    return AdaptedPiece(device, np.concatenate(outputs), source.columns or slice(0, source.num_columns))
+    return AdaptedPiece(device, np.concatenate(outputs), inputs)
 
 
 def _shape(source: Source) -> tuple[int, ...]:
