@@ -84,7 +84,8 @@ def _ask_xla() -> None:
 
     def made(*arguments: Any, **named: Any) -> Any:
         options = make(*arguments, **named)
-        if not is_quick() and getattr(named.get("backend"), "platform", "") == "cpu":
+        on_cpu = getattr(named.get("backend"), "platform", "") == "cpu"
+        if quick_xla.HAS_OLDER and on_cpu and not is_quick():
             options.env_option_overrides = [*options.env_option_overrides, (quick_xla.OPTION, True)]
         return options
 
