@@ -42,7 +42,7 @@ pytestmark = pytest.mark.ci
 
 
 def engine_of(name: str, **options: Any) -> Engine:
-    """An engine with a small cache, whose chunks are shorter than the longest prompts."""
+    """Make an engine with a small cache, whose chunks are shorter than the longest prompts."""
     config = small_config(name, cached_tokens=160)  # two of the longest prompts, but not all of both outputs
     experts = (
         any("expert" in folder.name for folder in folders(name)) if options.get("max_adapters") else False

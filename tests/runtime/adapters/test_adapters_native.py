@@ -37,7 +37,7 @@ Answer = tuple[list[int], list[float]]
 
 
 def random_adapter(engine: Engine, seed: int) -> AdapterTensors:
-    """An adapter of rank 8 of all linear layers."""
+    """Make an adapter of rank 8 of all linear layers."""
     rng = np.random.default_rng(seed)
     layers = [
         (name.removesuffix(".weight"), shape)

@@ -36,7 +36,7 @@ DOWN = AdapterPlace(FUSED.size, 2, (3,))
 
 
 def part(place: AdapterPlace, number: int, outputs: list[int]) -> AdaptedPart:
-    """A part on one device, which has all inputs."""
+    """Make a part on one device, which has all inputs."""
     return AdaptedPart(place, number, (AdaptedPiece(0, np.array(outputs), slice(0, place.in_size)),))
 
 
@@ -248,7 +248,7 @@ def test_a_folder_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pyt
 def expert(
     place: AdapterPlace, number: int, part_number: int, name: str, out_size: int
 ) -> tuple[str, AdaptedLayer]:
-    """A layer of one expert that has a tensor of its own in the checkpoint."""
+    """Make a layer of one expert that has a tensor of its own in the checkpoint."""
     at = part(place.of_expert(number), part_number, list(range(out_size)))
     return f"model.layers.0.mlp.experts.{number}.{name}", AdaptedLayer(place.in_size, out_size, (at,))
 

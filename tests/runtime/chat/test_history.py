@@ -60,7 +60,7 @@ def forms_of(form: str) -> ChatForms:
 
 
 def spelled_values(form: str, values: dict[str, str]) -> str:
-    """A call of "f" with values that are written just as these texts, which are JSON or nearly so."""
+    """Make a call of "f" with values that are written just as these texts, which are JSON or nearly so."""
     if form == "harmony":
         inner = ", ".join(f'"{key}": {value}' for key, value in values.items())
         return f"<|channel|>commentary to=functions.f <|message|>{{{inner}}}<|call|>"
@@ -85,8 +85,8 @@ def is_object(text: str) -> bool:
 
 
 def check_return(form: str, text: str) -> tuple[Call, ...]:
-    """The calls of this output, each of which has come back in a history. Arguments that are no JSON object
-    were shown as a text.
+    """Check the calls of this output, each of which has come back in a history, and return them. Arguments
+    that are no JSON object were shown as a text.
     """
     calls = handed_out(form, text)
     for call in calls:
@@ -101,7 +101,7 @@ def check_return(form: str, text: str) -> tuple[Call, ...]:
 
 
 def nested(depth: int) -> str:
-    """A list of lists, as deep as this."""
+    """Make a list of lists, as deep as this."""
     return "[" * depth + "]" * depth
 
 

@@ -27,7 +27,7 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 
 
 def violations(*args, **kwargs) -> list[tuple[str, str]]:
-    """What `Chat.parse` refuses, as (field, description)."""
+    """Return what `Chat.parse` refuses, as (field, description)."""
     with pytest.raises(InvalidRequest) as caught:
         Chat.parse(*args, **kwargs)
     return [(v.field, v.description) for v in caught.value.violations]

@@ -13,7 +13,7 @@ THINK = REASONING_FORMS["think"]
 
 
 def split(pieces: list[str], *, inside: bool = False, form: str = "think") -> tuple[str, str]:
-    """What the parser makes of the pieces: (reasoning, answer)."""
+    """Return what the parser makes of the pieces: (reasoning, answer)."""
     parser = ReasoningParser(REASONING_FORMS[form], inside=inside)
     parts = [*map(parser.push, pieces), parser.flush()]
     return "".join(p.reasoning for p in parts), "".join(p.answer for p in parts)

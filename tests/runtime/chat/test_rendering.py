@@ -46,7 +46,7 @@ def theirs(template: str, messages: tuple[dict[str, Any], ...], **variables: Any
 
 
 def both(template: str, messages: tuple[dict[str, Any], ...], **variables: Any) -> tuple[str, str]:
-    """What a template writes here and in transformers; or what it says if it refuses."""
+    """Return what a template writes here and in transformers; or what it says if it refuses."""
     found = []
     for render in (
         lambda: render_messages(

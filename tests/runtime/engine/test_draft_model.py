@@ -37,7 +37,7 @@ MOST = 4
 
 
 def draft_of(tables: Tables, vocab_size: int) -> DraftModel:
-    """A draft that knows so many tokens; it reads others as the last one of these."""
+    """Make a draft that knows so many tokens; it reads others as the last one of these."""
     model = table_model(tables)
     return DraftModel(
         name="draft",
@@ -122,7 +122,7 @@ def half_right() -> Tables:
 
 
 def free(name: str, prompt: Sequence[int], num: int = 24, **fields: Any) -> Request:
-    """A greedy request that makes so many tokens."""
+    """Make a greedy request that makes so many tokens."""
     rules = StoppingParams(max_tokens=num, ignore_eos=True)
     return Request(name, tuple(prompt), ResolvedSampling(temperature=0.0), rules, logprobs=1, **fields)
 
@@ -192,7 +192,7 @@ def test_new_weights_leave_the_draft_as_it_is(partly: Drafted) -> None:
 
 
 def greedy(tables: Tables, request: Request) -> list[int]:
-    """The request's tokens."""
+    """Return the request's tokens."""
     known = list(request.prompt_token_ids)
     for _ in range(request.stopping.max_tokens or 0):
         known.append(int(np.argmax(tables.logits(known))))
@@ -201,7 +201,7 @@ def greedy(tables: Tables, request: Request) -> list[int]:
 
 @pytest.fixture(scope="module")
 def equal() -> Iterator[Drafted]:
-    """The draft is the model, and there are few pages. The programs are those of an accelerator, with memory
+    """Yield a draft that is the model, with few pages. The programs are those of an accelerator, with memory
     of its own.
     """
     backend = dataclasses.replace(toy_backend(), host_memory="pinned_host", fixed_windows=True)

@@ -43,7 +43,7 @@ def engine() -> Iterator[Engine]:
 
 
 def expected_text(engine: Engine) -> str:
-    """The text of PyTorch's tokens."""
+    """Return the text of PyTorch's tokens."""
     assert engine.text is not None
     return engine.text.decode(CASE["tokens"])
 

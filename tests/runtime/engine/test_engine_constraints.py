@@ -47,7 +47,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def greedy(name: str, seed: int, max_tokens: int = 24) -> Request:
-    """A greedy request that ends before any choice that is too close to call, with and without `Turns`."""
+    """Make a greedy request that ends before any choice that is too close to call, with and without
+    `Turns`.
+    """
     request = Mixer(seed).greedy(name, TABLES, max_tokens)
     for rule in (None, Turns()):
         told = greedy_tokens(request, TABLES, max_tokens, rule)
@@ -163,7 +165,7 @@ class Failing(Turns):
 
 
 def free(name: str, seed: int) -> Request:
-    """A greedy request that shares the steps."""
+    """Make a greedy request that shares the steps."""
     return greedy(name, seed, max_tokens=30)
 
 
@@ -263,7 +265,7 @@ def test_logits_that_are_not_finite_end_the_request_that_has_them(
 
 
 def _unbiased(seed: int, kind: str) -> Request:
-    """A greedy or sampled request without biases or rules that forbid tokens."""
+    """Make a greedy or sampled request without biases or rules that forbid tokens."""
     mixer = Mixer(seed)
     request = mixer.sampled(f"r{seed}", 30) if kind == "sampled" else mixer.greedy(f"r{seed}", TABLES, 30)
     sampling = dataclasses.replace(request.sampling, bad_words=(), allowed_token_ids=(), logit_bias=())

@@ -28,8 +28,8 @@ TABLES = random_tables()
     scope="module", params=["auto", pytest.param("off", marks=pytest.mark.ci)], ids=["native", "XLA"]
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine with the native sampler, and one with XLA's. Requests with penalties or a bias share two
-    feature slots.
+    """Yield an engine with the native sampler, and one with XLA's. Requests with penalties or a bias share
+    two feature slots.
     """
     engine = table_engine(TABLES, native=request.param, feature_slots=2)
     yield engine
@@ -40,7 +40,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture
 def flat(engine: Engine) -> Iterator[Engine]:
-    """The engine with these logits after any tokens: 3.0, 2.9, 1.0, 0.9, then -50, and -5 for EOS."""
+    """Yield the engine with these logits after any tokens: 3.0, 2.9, 1.0, 0.9, then -50, and -5 for EOS."""
     logits = [3.0, 2.9, 1.0, 0.9, *[-50.0] * (VOCAB - 5), -5.0]
     serve(engine, Tables.constant(logits))
     yield engine
@@ -53,8 +53,8 @@ def ask(
     stopping: dict[str, Any] | None = None,
     prompt: tuple[int, ...] = (9,),
 ) -> Answer:
-    """The answer to a request that is greedy, makes 6 tokens and ignores EOS, unless the parameters say
-    otherwise.
+    """Return the answer to a request that is greedy, makes 6 tokens and ignores EOS, unless the parameters
+    say otherwise.
     """
     params = ResolvedSampling(**{"temperature": 0.0, **sampling})
     rules = StoppingParams(**{"max_tokens": 6, "ignore_eos": True, **(stopping or {})})

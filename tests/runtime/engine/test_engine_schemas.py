@@ -35,7 +35,7 @@ MAX_TOKENS = 400
 
 @pytest.fixture(scope="module", params=["demo", "random"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The model's name or folder."""
+    """Return the model's name or folder."""
     if request.param == "demo":
         return "demo"
     folder = tmp_path_factory.mktemp("random")
@@ -97,14 +97,14 @@ def ask(engine: Engine, name: str, grammar: Grammar | None, seed: int, **samplin
 
 
 def text_of(engine: Engine, result: Answer) -> str:
-    """The output's text without the end token."""
+    """Return the output's text without the end token."""
     assert engine.text is not None
     ended = result.finish is not None and result.finish.token_id is not None
     return engine.text.decode(result.tokens[:-1] if ended else result.tokens, skip_special_tokens=False)
 
 
 def assert_allowed(engine: Engine, grammar: Grammar, tokens: Sequence[int]) -> None:
-    """Asserts that a second matcher, which the engine has not used, allows every token."""
+    """Assert that a second matcher, which the engine has not used, allows every token."""
     vocab = engine.info.vocab_size
     fresh, mask = constraint(engine, grammar), np.zeros(mask_words(vocab), np.int32)
     for token in tokens:
@@ -114,8 +114,8 @@ def assert_allowed(engine: Engine, grammar: Grammar, tokens: Sequence[int]) -> N
 
 
 def complaints(schema: Any, text: str) -> list[str]:
-    """What jsonschema finds wrong, except two kinds of days that llguidance accepts as dates: those of the
-    year 0, and 29 February of any year.
+    """Return what jsonschema finds wrong, except two kinds of days that llguidance accepts as dates: those of
+    the year 0, and 29 February of any year.
     """
     no_days = re.compile(r"'(0000-|\d{4}-02-29).*' is not a 'date(-time)?'")
     return [message for message in violations(schema, text) if not no_days.match(message)]

@@ -40,7 +40,7 @@ def engine() -> Iterator[Engine]:
 
 
 def check_all(engine: Engine) -> None:
-    """The golden's prompts together, each with what PyTorch generated behind it."""
+    """Check the golden's prompts together, each with what PyTorch generated behind it."""
     known = [len(case["tokens"]) for case in CASES]
     requests = [ask(case, count, f"{i}") for i, (case, count) in enumerate(zip(CASES, known, strict=True))]
     for result, case, count in zip(answers(engine, requests), CASES, known, strict=True):

@@ -50,7 +50,7 @@ FLOAT32 = EngineConfig(dtype="float32", speculation="heads", max_model_len=64)
 
 
 def with_heads(name: str, folder: Path) -> Path:
-    """A golden together with the layer that predicts further tokens."""
+    """Write a golden together with the layer that predicts further tokens."""
     shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True)
     layer = load_file(GOLDEN / "heads" / name / "layer.safetensors")
     save_file({**load_file(folder / "model.safetensors"), **layer}, folder / "model.safetensors")

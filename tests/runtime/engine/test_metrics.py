@@ -37,7 +37,7 @@ def value(engine: Engine, instrument: Instrument, *labels: str) -> float:
 
 
 def said_of(engine: Engine) -> dict[str, str]:
-    """The labels of the metric that says what runs."""
+    """Return the labels of the metric that says what runs."""
     (metric,) = [m for m in engine.registry.snapshot().metrics if m.instrument is defined.BUILD_INFO]
     ((labels, one),) = metric.points.items()
     assert one == 1

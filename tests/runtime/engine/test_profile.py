@@ -40,7 +40,7 @@ def slices(events: list[Event], *names: str) -> list[Event]:
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Profile]]:
-    """An engine, and the profile of its generating."""
+    """Yield an engine, and the profile of its generating."""
     with demo_engine() as engine:
         stopping = StoppingParams(max_tokens=24, ignore_eos=True)
         run = engine.profile(tmp_path_factory.mktemp("profiles"), steps=1000, timeout_s=300.0)

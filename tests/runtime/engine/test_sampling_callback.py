@@ -51,7 +51,7 @@ def engine(started: tuple[Engine, Hook]) -> Engine:
 
 @pytest.fixture
 def hook(started: tuple[Engine, Hook]) -> Hook:
-    """The callback, reset."""
+    """Return the callback, reset."""
     started[1].__init__()  # type: ignore[misc]  # there is nothing else to reset
     return started[1]
 

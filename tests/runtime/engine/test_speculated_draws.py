@@ -40,7 +40,7 @@ def tables() -> Tables:
 
 
 def copied(seq: Output, most: int) -> Sequence[int]:
-    """What followed the same tokens before, whether that pays or not."""
+    """Return what followed the same tokens before, whether that pays or not."""
     return Copy(seq.token_ids, 1.0).guess(most)
 
 

@@ -124,7 +124,7 @@ def test_outputs_are_the_same_whatever_is_proposed(
 
 
 def free(name: str, prompt: Sequence[int] = (9, 8, 7), **stopping: object) -> Request:
-    """A request that is sampled, and makes 20 tokens unless `stopping` says otherwise."""
+    """Make a request that is sampled, and makes 20 tokens unless `stopping` says otherwise."""
     given: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, **stopping}
     rules = StoppingParams(**given)
     return Request(name, tuple(prompt), ResolvedSampling(seed=11), rules, logprobs=1)

@@ -44,7 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(rules: LoadRules, leaves: Any, name: str) -> Any:
-    """What leaves hold of a tensor, as the checkpoint has it."""
+    """Return what leaves hold of a tensor, as the checkpoint has it."""
     rule = next(rule for rule in rules.rules if rule.sources[0].name == name)
     (target,) = rule.targets
     held = np.asarray(leaves[target.path])[target.part(0, rule.num_rows)]

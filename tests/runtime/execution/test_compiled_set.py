@@ -54,7 +54,7 @@ def there() -> compiled_set.Facts:
 
 
 def named(here: compiled_set.Facts, there: compiled_set.Facts) -> set[str]:
-    """The names of the facts of which a message speaks."""
+    """Return the names of the facts of which a message speaks."""
     said = compiled_set.differences(here, there)
     return {each.partition(": ")[0].removesuffix(" differs") for each in said}
 
@@ -124,7 +124,7 @@ class Chip:
 
 
 def on(*chips: Chip) -> Backend:
-    """A backend on these devices."""
+    """Make a backend on these devices."""
     mesh: Any = types.SimpleNamespace(devices=np.array(chips))
     return dataclasses.replace(choose_backend(OPTIONS, *DEVICES), mesh=mesh)
 

@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def run(code: str, **environment: str) -> tuple[list[str], str]:
-    """The words that the code prints, and its log."""
+    """Return the words that the code prints, and its log."""
     done = subprocess.run(
         [sys.executable, "-c", HEAD + code],
         env={**os.environ, **environment},

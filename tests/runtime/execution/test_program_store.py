@@ -34,7 +34,7 @@ class Sums(NamedTuple):
 
 
 def compiled(factor: float) -> jax.stages.Compiled:
-    """A program that no cache of JAX's has."""
+    """Make a program that no cache of JAX's has."""
     factor += random.SystemRandom().random()
 
     def program(sums: Sums, array: jax.Array) -> Sums:

@@ -203,7 +203,7 @@ def looping(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 
 
 def windowed(rows: list[tuple[int, int, int, int]], num_steps: int, step: int = 1) -> Plan:
-    """A plan of rows (slot, start, max_samples, bans) that decode."""
+    """Make a plan of rows (slot, start, max_samples, bans) that decode."""
     made = [PlanRow(f"r{slot}", slot, start, 1, None, True, bans, most) for slot, start, most, bans in rows]
     return Plan(step, tuple(made), num_steps=num_steps)
 

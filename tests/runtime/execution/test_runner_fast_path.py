@@ -38,7 +38,7 @@ PENALISED = ResolvedSampling(temperature=0.0, presence_penalty=0.5, logit_bias=(
 
 @contextmanager
 def slow_calls() -> Iterator[Callable[[], int]]:
-    """Yields a function that counts the calls of compiled programs which this thread made through Python."""
+    """Yield a function that counts the calls of compiled programs which this thread made through Python."""
     with test_util.count_aot_jit_cpp_cache_miss() as count:
         yield count
 
@@ -149,7 +149,7 @@ def test_a_step_without_logprobs_reads_only_tokens(runner: ModelRunner) -> None:
 
 
 def spied(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """A list that grows with each call that sends whole page tables: the slots of these tables."""
+    """Make a list that grows with each call that sends whole page tables: the slots of these tables."""
     calls: list[list[int]] = []
     programs = runner.calls.programs
 

@@ -26,7 +26,7 @@ VALUES = np.arange(12, dtype=np.float32).reshape(2, 6).astype(POOL.dtype)
 
 
 def logged(slot: int, values: np.ndarray[Any, Any], digest: str) -> list[Call]:
-    """What the leader logs of a write."""
+    """Return what the leader logs of a write."""
     calls: list[Call] = []
     leader = object.__new__(LeadingCalls)
     leader._log = mock.Mock(append=calls.append)

@@ -82,7 +82,9 @@ def tool(schema, *, strict=False):
 
 
 def written(form, chat, compiler, backend, vocabulary, writer):
-    """Calls that a random model writes under the constraint of a conversation; none if it does not end."""
+    """Return calls that a random model writes under the constraint of a conversation; none if it does not
+    end.
+    """
     job = Job(
         request_id="r",
         prompt=ChatPrompt(chat),

@@ -18,7 +18,7 @@ def writer(vocabulary) -> RandomWriter:
 
 
 def written(compiler, vocabulary, writer, grammar, seed, **options) -> str | None:
-    """A text of the grammar that a random writer writes; None if it reached no end."""
+    """Return a text of the grammar that a random writer writes; None if it reached no end."""
     walk = writer.write(compiler.constraint(grammar), seed, **options)
     if not walk.complete:
         return None

@@ -18,7 +18,7 @@ EOS = {2041, 2039}
 
 @pytest.fixture
 def allowed(backend):
-    """The tokens that a constraint allows next, as texts; end tokens by their names."""
+    """Return the tokens that a constraint allows next, as texts; end tokens by their names."""
 
     def read(constraint) -> set[str]:
         mask = np.full(64, 0x5A5A5A5A, np.int32)

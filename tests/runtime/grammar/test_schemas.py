@@ -13,7 +13,7 @@ FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4",
 
 
 def text_of(vocabulary, token_ids) -> str:
-    """The text; fails if there is a special token in it, or a byte that is not UTF-8."""
+    """Return the text; fails if there is a special token in it, or a byte that is not UTF-8."""
     spoken = [i for i in token_ids if i not in vocabulary.eos_token_ids]
     assert vocabulary.special.isdisjoint(spoken)
     return b"".join(vocabulary.tokens[i] for i in spoken).decode()

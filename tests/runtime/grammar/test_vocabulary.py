@@ -16,7 +16,7 @@ from tests.support.schemas import RandomWriter, allowed_ids
 
 
 def sentencepiece() -> Tokenizer:
-    """A tokenizer in the style of Llama 2's: byte tokens, U+2581 for a space, and some added tokens."""
+    """Make a tokenizer in the style of Llama 2's: byte tokens, U+2581 for a space, and some added tokens."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     names += ["\u2581", "a", "b", "\u2581a", "ab", "é", "\u2581b\u2581a"]
     tokenizer = Tokenizer(

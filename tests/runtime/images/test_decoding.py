@@ -73,7 +73,7 @@ def test_exif_turns_the_picture() -> None:
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """A few hundred bytes that say they are a large picture."""
+    """Make a few hundred bytes that say they are a large picture."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -88,7 +88,7 @@ def huge_png(width: int, height: int) -> bytes:
 
 
 def huge_webp() -> bytes:
-    """A canvas of 16384 x 16384, for which Pillow would make room twice when it opens it."""
+    """Make a canvas of 16384 x 16384, for which Pillow would make room twice when it opens it."""
     body = bytes([0, 0, 0, 0]) + (16383).to_bytes(3, "little") * 2
     return b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<I", 10) + body
 

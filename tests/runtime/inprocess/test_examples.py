@@ -23,7 +23,7 @@ START_S = 280
 
 
 def run(name: str, *arguments: str, typed: str = "") -> str:
-    """Runs the program, and returns what it printed."""
+    """Run the program, and return what it printed."""
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     done = subprocess.run(
         command, input=typed, capture_output=True, text=True, timeout=START_S, cwd=ROOT, check=False
@@ -60,7 +60,7 @@ def test_batch_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """The port on which examples/web.py serves."""
+    """Yield the port on which examples/web.py serves."""
     command = [sys.executable, "-u", str(EXAMPLES / "web.py"), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ) as server:
         assert server.stdout is not None

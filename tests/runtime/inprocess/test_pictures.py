@@ -18,7 +18,7 @@ PICTURE = Image(b"picture")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """A model that reads no pictures; nothing is compiled."""
+    """Yield a model that reads no pictures; nothing is compiled."""
     engine = toy_engine(start=False)
     yield engine
     engine.shutdown()

@@ -15,8 +15,8 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 @pytest.fixture(scope="session")
 def by_name():
-    """A function (config, unpacked leaves in the state's order, dtype) -> the values of each tensor in the
-    leaves, by its name.
+    """Make a function (config, unpacked leaves in the state's order, dtype) -> the values of each tensor in
+    the leaves, by its name.
     """
 
     def find(config, leaves, dtype=None):
@@ -32,13 +32,13 @@ def by_name():
 
 @pytest.fixture(scope="session")
 def golden_root() -> Path:
-    """The folder of golden checkpoints."""
+    """Return the folder of golden checkpoints."""
     return GOLDEN
 
 
 @pytest.fixture
 def copy(golden_root, tmp_path):
-    """A function (golden name) -> a folder of the test with a copy of that checkpoint."""
+    """Make a function (golden name) -> a folder of the test with a copy of that checkpoint."""
 
     def make(name="qwen2"):
         shutil.copytree(golden_root / name, tmp_path / name)
@@ -48,7 +48,7 @@ def copy(golden_root, tmp_path):
 
 
 def shard(directory, count=3):
-    """Turns model.safetensors into `count` shards and an index, as transformers writes them."""
+    """Turn model.safetensors into `count` shards and an index, as transformers writes them."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -65,5 +65,7 @@ def shard(directory, count=3):
 
 @pytest.fixture(scope="session")
 def into_shards():
-    """A function (directory) -> weight_map, which replaces model.safetensors by three shards and an index."""
+    """Make a function (directory) -> weight_map, which replaces model.safetensors by three shards and an
+    index.
+    """
     return shard

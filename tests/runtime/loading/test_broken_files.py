@@ -96,7 +96,7 @@ FAULTS: list[tuple[str, bytes | None, str]] = [
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that has every kind of file."""
+    """Make a checkpoint that has every kind of file."""
     directory = tmp_path_factory.mktemp("whole") / "model"
     shutil.copytree(GOLDEN / "qwen2_5_vl", directory)
     shard(directory)
@@ -114,7 +114,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What the call says as it refuses; empty if it does not."""
+    """Return what the call says as it refuses; empty if it does not."""
     try:
         call()
     except ConfigError as error:

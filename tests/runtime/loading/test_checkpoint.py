@@ -29,7 +29,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def rewrite(directory, change, cast=None):
-    """Applies `change` to the tensors of model.safetensors."""
+    """Apply `change` to the tensors of model.safetensors."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     if cast is not None:
@@ -89,7 +89,7 @@ def test_other_stored_dtypes(copy, by_name, stored):
 
 
 def quantized(weight):
-    """The symmetric int8 values and the scale of each output, by their definition."""
+    """Compute the symmetric int8 values and the scale of each output, by their definition."""
     wide = weight.astype(np.float32)
     scale = np.abs(wide).max(axis=1, keepdims=True) / np.float32(127)
     return np.rint(wide / scale).astype(np.int8), scale[:, 0]

@@ -17,8 +17,9 @@ from penstock.runtime.models.params import load_rules, state_to_leaves
 
 
 def rename(directory: Path, beginnings: Mapping[str, str]) -> None:
-    """Gives the tensors of a checkpoint other names: of the beginnings, the first one that a name has
-    counts."""
+    """Give the tensors of a checkpoint other names: of the beginnings, the first one that a name has
+    counts.
+    """
     file = directory / "model.safetensors"
     renamed = {}
     for name, values in load_file(file).items():
@@ -100,7 +101,7 @@ def test_a_beginning_that_no_name_or_several_have_stays_the_usual_one() -> None:
 
 
 def stack_experts(directory: Path) -> None:
-    """Puts the weights of a layer's experts into two tensors, gate and up side by side."""
+    """Put the weights of a layer's experts into two tensors, gate and up side by side."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     layers = {name.split(".experts.")[0] for name in tensors if ".experts." in name}

@@ -152,7 +152,7 @@ class Script:
         time.sleep(self.rng.choice([0.0, 0.001, 0.003]))
 
     def end(self) -> None:
-        """Asserts that at the end nothing is paused, held or broken, and that every request and every future
+        """Assert that at the end nothing is paused, held or broken, and that every request and every future
         has ended.
         """
         changes = self.engine.changes
@@ -185,7 +185,9 @@ class Script:
                     assert len({made < generation for made in generations}) < 2, (generations, generation)
 
     def check_output(self, request: Request) -> set[int]:
-        """The weights' generations that made its tokens. Checks that each token is that of its generation."""
+        """Return the weights' generations that made the output's tokens. Checks that each token is that of
+        its generation.
+        """
         steps = self.sink.outputs.get(request.request_id, [])
         generations = [step.weights_generation for step in steps if step.token_ids]
         assert generations == sorted(generations)
@@ -220,7 +222,7 @@ class Script:
 
 
 def slow_down(runner: LazyRunner, step_s: float) -> None:
-    """Makes steps take `step_s` seconds, because otherwise most requests would end before the next call."""
+    """Make steps take `step_s` seconds, because otherwise most requests would end before the next call."""
     wait = runner.wait
 
     def slow(step: LazyStep) -> StepResult:

@@ -72,7 +72,7 @@ def expected(constraint: Rota | None, tokens: int = 12) -> list[int]:
 
 
 def from_another_thread(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return. They must not wait for what this thread does."""
+    """Return what the calls return. They must not wait for what this thread does."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.extend([call() for call in calls]), daemon=True)
     thread.start()

@@ -76,7 +76,7 @@ class Rig:
         self.engine.submit(Request(name, (1,), GREEDY, stopping, constraint=constraint), sink)
 
     def join(self) -> None:
-        """Waits until the engine's thread has ended."""
+        """Wait until the engine's thread has ended."""
         for thread in threading.enumerate():
             if thread.name == "penstock-engine" and thread.ident == self.engine.pulse().thread_id:
                 thread.join(WAIT_S)
@@ -99,7 +99,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def expect_death(rig: Rig, cause: BaseException, *, told: Sequence[Collector], callers: bool = False) -> None:
-    """Asserts all that must be true of a dead engine, before and after it is shut down. `callers`: the cause
+    """Assert all that must be true of a dead engine, before and after it is shut down. `callers`: the cause
     was raised on a caller's thread, so the failure holds its name and not the exception.
     """
     engine = rig.engine

@@ -22,7 +22,9 @@ GREEDY = ResolvedSampling(temperature=0.0)
 
 
 def requests(seed: int) -> list[Request]:
-    """Requests with and without constraints, with one to three outputs, and prompts of one or more chunks."""
+    """Make requests with and without constraints, with one to three outputs, and prompts of one or more
+    chunks.
+    """
     rng = random.Random(seed)
     asked: list[Request] = []
     for i in range(12):

@@ -67,7 +67,7 @@ def core(
 
 
 def requests(seed: int) -> list[Request]:
-    """Requests of one to four outputs each."""
+    """Make requests of one to four outputs each."""
     rng = random.Random(seed)
     shared = rng.choices(range(VOCAB), k=20)
     asked = [

@@ -10,7 +10,7 @@ LONG_S = 60.0
 
 
 def slept(bell: Doorbell) -> threading.Thread:
-    """Starts a thread that is in `sleep`, or about to be."""
+    """Start a thread that is in `sleep`, or about to be."""
     thread = threading.Thread(target=bell.sleep, args=(LONG_S,))
     thread.start()
     return thread

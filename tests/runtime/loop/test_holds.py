@@ -30,12 +30,14 @@ TOKENS = 30
 
 
 def is_paused(engine: EngineCore) -> bool:
-    """This is a call, because mypy takes an attribute for unchanged until it is assigned."""
+    """Say whether the engine is paused, by a call, because mypy takes an attribute for unchanged until it is
+    assigned.
+    """
     return engine.changes.is_paused
 
 
 def problem_of(engine: EngineCore) -> str | None:
-    """This is a call for the same reason."""
+    """Return the engine's problem, by a call for the same reason."""
     return engine.changes.weights_problem
 
 

@@ -174,7 +174,7 @@ def computed_again(records: Sequence[StepRecord]) -> int:
 
 
 def totals_of(entries: Sequence[Entry], records: Sequence[StepRecord], *, has_cache: bool) -> Totals:
-    """What the scheduler should have counted."""
+    """Return what the scheduler should have counted."""
     queried = hit = 0
     for life, end in lives(entries):
         timing = timing_of(end)

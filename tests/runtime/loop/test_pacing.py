@@ -48,7 +48,9 @@ def test_the_median_of_the_last_measurements_counts() -> None:
 
 
 def prefilling(*steps: tuple[int, float], decode_ms: float = 50, target_s: float = 0.2) -> int | None:
-    """The budget after steps with these numbers of prompt tokens and durations in ms. Steps aim at 190 ms."""
+    """Return the budget after steps with these numbers of prompt tokens and durations in ms. Steps aim at 190
+    ms.
+    """
     made = Pacer(0.02, 8, target_s)
     made.decoded(1, int(decode_ms * MS))
     for num_tokens, ms in steps:

@@ -89,14 +89,14 @@ class Simulation:
             self.first_step.setdefault(output.request_id, len(self.steps))
 
     def until_first_token(self, name: str) -> int:
-        """Runs until the request has its first token. Returns the number of steps."""
+        """Run until the request has its first token. Returns the number of steps."""
         before = len(self.steps)
         while name not in self.first_step:
             self.step()
         return len(self.steps) - before
 
     def decode(self, num_rows: int, num_prompt: int = 64) -> None:
-        """Adds so many requests that decode until the end."""
+        """Add so many requests that decode until the end."""
         for i in range(num_rows):
             self.add(f"decode{i}", num_prompt)
         self.until_first_token(f"decode{num_rows - 1}")
@@ -105,7 +105,7 @@ class Simulation:
 
 
 def durations(simulation: Simulation, first: int) -> list[float]:
-    """The durations of the steps from `first` on that had prompt tokens beside decodes, in ms."""
+    """Return the durations of the steps from `first` on that had prompt tokens beside decodes, in ms."""
     return [ms for plan, ms in simulation.steps[first:] if 0 < plan.num_prompt_tokens < plan.num_tokens]
 
 
@@ -118,8 +118,8 @@ MACHINES = {
 
 
 def while_a_long_prompt_comes_in(machine: Machine, target_s: float) -> tuple[Simulation, float]:
-    """The simulation, with only the steps that ran while a long prompt was computed, and how many ms that
-    took.
+    """Return the simulation, with only the steps that ran while a long prompt was computed, and how many ms
+    that took.
     """
     simulation = Simulation(machine, target_s)
     simulation.decode(4)

@@ -40,7 +40,9 @@ NUM_PAGES = 24
 
 
 def is_paused(engine: EngineCore) -> bool:
-    """This is a call, because mypy takes an attribute for unchanged until it is assigned."""
+    """Say whether the engine is paused, by a call, because mypy takes an attribute for unchanged until it is
+    assigned.
+    """
     return engine.changes.is_paused
 
 

@@ -45,7 +45,7 @@ compiler.compile(Grammar.ebnf({HOSTILE!r}))
 
 @pytest.fixture(params=[TEMPLATES, GRAMMARS], ids=["templates", "grammars"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has started a child and given it work without end."""
+    """Yield a process that has started a child and given it work without end."""
     code = tmp_path / "server.py"
     code.write_text(request.param)
     with subprocess.Popen([sys.executable, "-P", str(code)], stdout=subprocess.PIPE, text=True) as process:
@@ -66,7 +66,7 @@ def test_after_kill_9_of_the_server_no_child_is_left(server: subprocess.Popen[st
 
 
 def family(pid: int) -> list[int]:
-    """The process, and those that it has started."""
+    """Return the process, and those that it has started."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except FileNotFoundError:
@@ -108,7 +108,9 @@ MODULES = ("llguidance", "numpy", "tokenizers", "random", "transformers", "jinja
 
 @pytest.fixture
 def littered(tmp_path: Path) -> Path:
-    """A directory with files that have the names of modules that we import. Each leaves a mark if it runs."""
+    """Make a directory with files that have the names of modules that we import. Each leaves a mark if it
+    runs.
+    """
     for name in MODULES:
         (tmp_path / f"{name}.py").write_text(
             f"open({str(tmp_path / 'marks')!r}, 'a').write({name!r} + '\\n')\nraise ImportError({name!r})\n"

@@ -19,7 +19,7 @@ def eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(root: Path, cgroup: str, mounts: str, files: dict[str, str]) -> Path:
-    """A root directory with these files; their paths are relative to it."""
+    """Make a root directory with these files; their paths are relative to it."""
     for name, text in {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mounts, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")

@@ -17,7 +17,7 @@ from tests.support.models.toy import toy_engine
 
 @pytest.fixture(autouse=True)
 def before() -> Iterator[float]:
-    """An interval that no test sets."""
+    """Yield an interval that no test sets."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(0.004)
     yield sys.getswitchinterval()

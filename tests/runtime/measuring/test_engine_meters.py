@@ -66,7 +66,7 @@ def step(
     shape: StepShape | None = None,
     speculated: tuple[Speculated, ...] = (),
 ) -> StepRecord:
-    """A step that made so many tokens for each output, which were on the host at `at_ms`. It began 10 ms
+    """Make a step that made so many tokens for each output, which were on the host at `at_ms`. It began 10 ms
     before: 1 ms to schedule, 1 to pack, 2 to dispatch, 2 of something else, 4 to wait; then 1 to emit.
     """
     plan = Plan(0, tuple(rows), num_steps=window, new_requests=tuple(enumerate(new)))
@@ -88,7 +88,7 @@ def ended(
 
 
 def timing(arrived: int, scheduled: int, first: int, finished: int, *, cached: int = 0) -> RequestTiming:
-    """Times in ms; a negative one never came."""
+    """Make a timing from times in ms; a negative one never came."""
     return RequestTiming(
         arrived_ns=START + arrived * MS,
         received_ns=START + arrived * MS,

@@ -56,7 +56,7 @@ def steps(told: Told) -> list[StepRecord]:
 
 
 def check_histogram(meters: Meters, instrument: Instrument, values: list[float], *labels: str) -> None:
-    """The histogram has these values, and no others."""
+    """Check that the histogram has these values, and no others."""
     found = meters.histogram(instrument, *labels)
     expected = [0] * (len(instrument.buckets) + 1)
     for value in values:

@@ -16,7 +16,7 @@ START = 1_000 * S
 
 
 def exact(values: list[float], percent: int) -> float:
-    """The least of the values that `percent` of them are at most as large as."""
+    """Return the least of the values that `percent` of them are at most as large as."""
     return sorted(values)[math.ceil(len(values) * percent / 100) - 1]
 
 

@@ -46,7 +46,7 @@ CI = (
 
 @functools.cache
 def results(devices, names):
-    """What the process says of each golden."""
+    """Return what the process says of each golden."""
     if devices in MODES:
         devices, mode = MODES[devices]
         names = [f"{name}:{mode}" for name in names]
@@ -58,8 +58,8 @@ def results(devices, names):
 
 
 def expected_collectives(config, devices):
-    """The table of `cutting`. XLA joins the two lookups of Gemma 4, the sums of an MLP and of the experts
-    beside it, and those of attention and of what stands beside it.
+    """Return the table of `cutting`. XLA joins the two lookups of Gemma 4, the sums of an MLP and of the
+    experts beside it, and those of attention and of what stands beside it.
     """
     sums = 1  # embeddings
     passes = () if config.encoder is None else config.encoder.passes
@@ -77,7 +77,7 @@ def expected_collectives(config, devices):
 
 @pytest.fixture(scope="module")
 def asked(request):
-    """The goldens that this run compares on so many devices, which one process runs."""
+    """Return the goldens that this run compares on so many devices, which one process runs."""
     ours = (item for item in request.session.items if item.module is request.module)
     cases = [item.callspec.params for item in ours if hasattr(item, "callspec")]
     return {

@@ -11,11 +11,11 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 @pytest.fixture(scope="session")
 def golden_root() -> Path:
-    """The folder of golden checkpoints."""
+    """Return the folder of golden checkpoints."""
     return GOLDEN
 
 
 @pytest.fixture(scope="session")
 def make_sequence():
-    """A function (config, state) -> Sequence."""
+    """Make a function (config, state) -> Sequence."""
     return Sequence

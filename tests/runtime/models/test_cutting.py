@@ -25,7 +25,7 @@ from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
 
 
 def leaves_of(name, devices, linear=PLAIN, **options):
-    """The leaves of a golden that is cut over devices, and the checkpoint's tensors in float32."""
+    """Return the leaves of a golden that is cut over devices, and the checkpoint's tensors in float32."""
     directory = GOLDEN / name
     config, tensors = cut(load_config(directory), devices, **options), find_tensors(directory)
     shapes = leaf_shapes(config, "float32", linear)

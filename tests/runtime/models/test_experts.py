@@ -67,7 +67,7 @@ def model(mlp: MLPConfig | ExpertsConfig) -> ModelConfig:
 
 
 def random_weights(config: ModelConfig, dtype: str, linear: LinearFormat) -> params.ModelState:
-    """The same weights in every format. Norms, biases and corrections are random too."""
+    """Make weights that are the same in every format. Norms, biases and corrections are random too."""
     state = params.random_state(config, dtype, std=0.1, linear=linear)
     leaves = dict(zip(params.leaf_shapes(config, dtype, linear), params.state_to_leaves(state), strict=True))
     for seed, pool in enumerate([("vectors",), ("floats",)]):

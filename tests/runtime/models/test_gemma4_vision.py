@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 
 def encoded(pictures: list[Floats], dtype: str, linear: LinearFormat) -> Floats:
-    """What the model makes of two pictures [rows, columns, 48] in one call with padding: [6, 48]."""
+    """Return what the model makes of two pictures [rows, columns, 48] in one call with padding: [6, 48]."""
     config = load_config(FOLDER)
     vision = config.vision
     assert isinstance(vision, Gemma4VisionConfig)
@@ -48,7 +48,7 @@ def encoded(pictures: list[Floats], dtype: str, linear: LinearFormat) -> Floats:
 
 
 def by_definition(picture: Floats) -> Floats:
-    """The same of one picture in float64."""
+    """Compute the same of one picture in float64."""
     tensors = {
         name.removeprefix("model."): values.astype(np.float64)
         for name, values in load_file(FOLDER / "model.safetensors").items()

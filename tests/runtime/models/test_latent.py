@@ -123,7 +123,7 @@ PACKABLE: Mapping[str, Any] = {
 
 
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, NDArray[Any]]:
-    """A checkpoint's tensors; norms and biases are random too, so that none can be left out unseen."""
+    """Make a checkpoint's tensors; norms and biases are random too, so that none can be left out unseen."""
     generator = np.random.default_rng(seed)
     tensors: dict[str, NDArray[Any]] = {}
     for tensor in params.load_rules(config, "float32").tensors:

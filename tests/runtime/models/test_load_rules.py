@@ -82,7 +82,7 @@ def loaded(rules: Sequence[LoadRule], tensors: Any, shapes: Any, **options: Any)
 
 
 def rule(name: str, shape: tuple[int, ...], **changes: Any) -> LoadRule:
-    """A rule that makes all of a tensor all of the leaf, with these changes."""
+    """Make a rule that makes all of a tensor all of the leaf, with these changes."""
     whole = LoadRule(sources=(Source(name, shape),), targets=(Target(LEAF),), num_rows=shape[0], dtype=F32)
     return dataclasses.replace(whole, **changes)
 
@@ -276,7 +276,7 @@ def test_a_tensor_is_held_until_all_that_read_it_have():
 
 
 def expand(parts: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
-    """A toy format: a tensor of whole numbers, and one with a factor for each of its rows."""
+    """Expand a toy format: a tensor of whole numbers, and one with a factor for each of its rows."""
     parts[0][...] = rows[0].astype(np.float32) * rows[1][:, None]
 
 

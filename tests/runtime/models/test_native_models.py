@@ -259,7 +259,7 @@ def larger_mlp(mlp: Any) -> Any:
 
 
 def in_larger_sizes(layer: LayerConfig) -> LayerConfig:
-    """The layer with sizes that can be packed."""
+    """Return the layer with sizes that can be packed."""
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, ShortConvConfig):
         attention = dataclasses.replace(attention, channels=128)
@@ -311,7 +311,7 @@ def test_bfloat16_on_the_kernels_agrees_with_float32_on_xla(make_sequence: Any, 
 
 
 def empty(layer: PagedKV | LatentKV | SlotState) -> Any:
-    """A layer's cache with one entry of state, or one that the tests' attention does not read."""
+    """Make a layer's cache with one entry of state, or one that the tests' attention does not read."""
     if isinstance(layer, SlotState):
         return tuple(jnp.zeros((1, *value.shape), value.dtype) for value in layer.values)
     return jnp.zeros(1)

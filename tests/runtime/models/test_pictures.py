@@ -57,7 +57,7 @@ class Reader:
         self.encode = functools.partial(jax.jit(encode), params.state_to_leaves(state))
 
     def embeddings(self, pictures: Any, bucket: int = BUCKET) -> list[np.ndarray]:
-        """The embeddings of the pictures, for each depth [tokens, E]."""
+        """Return the embeddings of the pictures, for each depth [tokens, E]."""
         count = num_patches(pictures)
         found = self.encode(self.engines.inputs(pictures, bucket), np.int32(count))
         return [np.asarray(one)[: count // self.engines.patches_per_token] for one in found]

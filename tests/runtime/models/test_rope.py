@@ -65,8 +65,8 @@ def test_llama3_with_nothing_between_its_bounds():
 
 
 def pair_turning(rotations, theta, length, dim):
-    """The fractional index of the pair that turns `rotations` times over `length`, found by bisection instead
-    of the closed form that the code uses.
+    """Return the fractional index of the pair that turns `rotations` times over `length`, found by bisection
+    instead of the closed form that the code uses.
     """
     low, high = -1000.0, 1000.0
     for _ in range(200):

@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 
 def encoded(pixels: Floats, dtype: str, linear: LinearFormat) -> Floats:
-    """What the model makes of pixels [3, 64, 64], cut into patches of 8 x 8 in squares of 2 x 2."""
+    """Return what the model makes of pixels [3, 64, 64], cut into patches of 8 x 8 in squares of 2 x 2."""
     config = load_config(FOLDER)
     vision = config.vision
     assert isinstance(vision, SiglipVisionConfig)
@@ -41,7 +41,7 @@ def encoded(pixels: Floats, dtype: str, linear: LinearFormat) -> Floats:
 
 
 def by_definition(pixels: Floats, folder: Path) -> Floats:
-    """The same in float64, patch by patch row by row, [16, 48]."""
+    """Compute the same in float64, patch by patch row by row, [16, 48]."""
     tensors = {
         name: values.astype(np.float64) for name, values in load_file(folder / "model.safetensors").items()
     }

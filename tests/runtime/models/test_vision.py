@@ -77,7 +77,7 @@ SIZES = st.integers(1, 7).map(lambda tokens: 2 * tokens)
 
 
 def picture(rows: int, columns: int, start: int = 0, seed: int = 0) -> MediaItem:
-    """A picture of noise, of this many patches."""
+    """Make a picture of noise, of this many patches."""
     values = np.random.default_rng(seed).standard_normal((rows * columns, QWEN3.patch_features))
     return MediaItem(values.astype(np.float32), (1, rows, columns), b"", start, rows * columns // 4)
 

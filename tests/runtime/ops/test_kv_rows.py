@@ -17,7 +17,7 @@ DIM = 8
 
 
 def scale_of(rows: np.ndarray) -> np.ndarray:
-    """The scales of rows int8 [..., D + 4]."""
+    """Return the scales of rows int8 [..., D + 4]."""
     return np.ascontiguousarray(rows[..., -4:]).view(np.float32)[..., 0]
 
 

@@ -81,7 +81,7 @@ def sample(
     bias: np.ndarray | None = None,
     mask: np.ndarray | None = None,
 ) -> jax.Array:
-    """The tokens that are chosen, without log-probabilities."""
+    """Return the tokens that are chosen, without log-probabilities."""
     n, vocab = logits.shape
     state = RowState(
         jnp.zeros(n, jnp.int32),

@@ -57,7 +57,7 @@ OPTIONS = EngineConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=
 
 
 def one(**changes: Any) -> Machine:
-    """A chip of round numbers."""
+    """Make a chip of round numbers."""
     numbers: dict[str, Any] = {
         "memory_bytes": 100_000,
         "bytes_per_s": 1e6,

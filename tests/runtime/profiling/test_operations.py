@@ -83,7 +83,7 @@ TYPES = message_types()
 
 
 def xplane(instructions: list[Any], *, plane: str = "/host:metadata") -> bytes:
-    """A file with one program, "jit_window"."""
+    """Make a file with one program, "jit_window"."""
     module = TYPES["Module"](
         name="jit_window", id=17, computations=[TYPES["Computation"](name="main", instructions=instructions)]
     )

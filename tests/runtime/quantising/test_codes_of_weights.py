@@ -23,7 +23,7 @@ Floats = NDArray[np.float32]
 
 
 def weight_and_inputs(seed: int, *, num_in: int = 64) -> tuple[Floats, NDArray[np.float64]]:
-    """A weight [24, K], and inputs [400, K] of very different sizes that depend on each other."""
+    """Make a weight [24, K], and inputs [400, K] of very different sizes that depend on each other."""
     draw = np.random.default_rng(seed)
     mixed = draw.standard_normal((400, num_in)) @ draw.standard_normal((num_in, num_in))
     inputs = mixed * np.exp(draw.standard_normal(num_in))
@@ -31,7 +31,7 @@ def weight_and_inputs(seed: int, *, num_in: int = 64) -> tuple[Floats, NDArray[n
 
 
 def output_error(weight: Floats, codes: Codes, inputs: NDArray[np.float64]) -> float:
-    """The squared error of what the product gives for these inputs."""
+    """Return the squared error of what the product gives for these inputs."""
     left = codes.dequantised().astype(np.float64) - weight
     return float(np.square(inputs @ left.T).sum())
 
@@ -39,9 +39,9 @@ def output_error(weight: Floats, codes: Codes, inputs: NDArray[np.float64]) -> f
 def optimal_brain_quantiser(
     weight: Floats, gram: NDArray[np.float64], scales: Floats, zeros: Floats, scheme: Scheme
 ) -> NDArray[np.int8]:
-    """The codes [N, K] by the paper's equations 2 and 3: when input q is rounded, the weights of the inputs F
-    that are left become w - (w_q - round(w_q)) / (H_F^-1)_qq (H_F^-1)_:q, where H_F is the matrix of these
-    inputs alone, inverted anew for each. Inputs with the largest squares come first.
+    """Return the codes [N, K] by the paper's equations 2 and 3: when input q is rounded, the weights of the
+    inputs F that are left become w - (w_q - round(w_q)) / (H_F^-1)_qq (H_F^-1)_:q, where H_F is the matrix of
+    these inputs alone, inverted anew for each. Inputs with the largest squares come first.
     """
     size = len(gram)
     damped = gram + 0.01 * np.mean(np.diag(gram)) * np.eye(size)

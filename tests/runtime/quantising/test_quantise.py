@@ -34,7 +34,7 @@ EMBEDDINGS = "model.embed_tokens.weight"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A small checkpoint in floats."""
+    """Make a small checkpoint in floats."""
     folder = tmp_path / "model"
     folder.mkdir()
     write_random_model(folder, seed=3)
@@ -170,7 +170,7 @@ def test_a_name_that_is_too_long_and_a_disk_that_fills_up_are_told(
 
 
 def exactly(folder: Path, name: str) -> np.ndarray:
-    """A weight of a folder in float32."""
+    """Read a weight of a folder in float32."""
     tensor = find_weights(folder)[name]
     return np.asarray(tensor[0 : tensor.shape[0]]).astype(np.float32)
 

@@ -18,8 +18,8 @@ BIASES = st.one_of(st.floats(-1e38, 1e38), st.sampled_from([-math.inf, 1e300, -1
 
 
 def one_by_one(sampling: ResolvedSampling) -> np.ndarray:
-    """The array by its definition: 0 for allowed tokens, plus each bias within its bounds, and -inf for
-    forbidden tokens.
+    """Return the array by its definition: 0 for allowed tokens, plus each bias within its bounds, and -inf
+    for forbidden tokens.
     """
     allowed = sampling.allowed_token_ids or range(VOCAB)
     row = np.array([0.0 if i in allowed else -np.inf for i in range(VOCAB)], np.float32)

@@ -54,7 +54,7 @@ class Asked:
         return len(guesses)
 
     def step(self, num: int, right: int) -> None:
-        """A step in which so many tokens were guessed, and so many of them rightly."""
+        """Take a step in which so many tokens were guessed, and so many of them rightly."""
         if num:
             self.seq.proposed_tokens += num
             self.seq.accepted_tokens += right

@@ -19,7 +19,7 @@ FULL, WINDOWED = 0, 1
 
 
 def grouped(*, windowed: int = 16, window: int = 8, **limits: Any) -> Scheduler:
-    """A scheduler with a second group of layers, of this window and so many pages."""
+    """Make a scheduler with a second group of layers, of this window and so many pages."""
     sizes = {"max_num_batched_tokens": 16, "max_model_len": 200, "num_pages": 64}
     return make(**{**sizes, "further_groups": (GroupLimits(windowed, window),), **limits})
 

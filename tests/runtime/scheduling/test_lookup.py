@@ -94,7 +94,7 @@ def sequence(
 
 
 def taught(plain: dict[int, float], checked: dict[int, float], *, computes_again: bool = False) -> Lookup:
-    """A lookup that has measured steps of so many rows, in ms."""
+    """Make a lookup that has measured steps of so many rows, in ms."""
     proposer = Lookup(lambda: 0, computes_again=computes_again)  # its looks take no time
     for rows, ms in plain.items():
         proposer.measured(rows, 0, ms * MS)

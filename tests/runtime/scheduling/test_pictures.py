@@ -30,7 +30,7 @@ def rows(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def encoded(plan: Plan) -> list[float]:
-    """The numbers of the pictures that the plan encodes."""
+    """Return the numbers of the pictures that the plan encodes."""
     return [float(encode.item.patches[0, 0]) for encode in plan.encodes]
 
 

@@ -61,7 +61,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
 
 
 def random_request(rng: random.Random, name: str) -> Request:
-    """A prompt of a few words and pictures; there are only four pictures."""
+    """Make a prompt of a few words and pictures; there are only four pictures."""
     sizes = {number: random.Random(number).choice([1, 3, BLOCK_TOKENS, MOST_TOKENS]) for number in range(4)}
     parts: list[int | tuple[int, int]] = []
     for _ in range(rng.randint(1, 6)):

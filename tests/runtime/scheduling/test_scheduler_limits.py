@@ -123,7 +123,7 @@ def test_every_wrong_limit_is_listed():
 
 
 def aside(waiting, event):
-    """The first in line, marked as if it had stepped aside, but still in line."""
+    """Return the first in line, marked as if it had stepped aside, but still in line."""
     waiting.first().awaits = event
     return waiting.first()
 

@@ -32,7 +32,7 @@ def random_pages(rng: random.Random) -> int:
 
 
 def random_groups(rng: random.Random, first: int | None) -> tuple[GroupLimits, ...]:
-    """Groups of layers beside the first one, whose window is `first`."""
+    """Make groups of layers beside the first one, whose window is `first`."""
     windows = [rng.randint(1, min(first or 12, 12)) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
     return tuple(GroupLimits(random_pages(rng), window) for window in windows)
 
@@ -70,7 +70,7 @@ def random_config(rng: random.Random, *, always_state: bool = False) -> Schedule
 
 
 def random_prompt(rng: random.Random) -> tuple[int, ...]:
-    """A prompt; about half of the prompts begin like others."""
+    """Make a prompt; about half of the prompts begin like others."""
     beginning: list[int] = []
     if rng.random() < 0.6:
         beginning = random.Random(rng.randint(0, 1)).choices(range(VOCAB), k=24)[: rng.randint(1, 24)]
@@ -100,7 +100,7 @@ def random_request(rng: random.Random) -> Request:
 
 
 def random_outputs(rng: random.Random) -> list[Request]:
-    """The outputs of one request, as the engine submits them."""
+    """Return the outputs of one request, as the engine submits them."""
     n = rng.choice([1, 1, 1, rng.randint(2, 4)])
     limits = [rng.randint(1, 20) for _ in range(n)]
     constraints = [Rota(limit) for limit in limits] if rng.random() < 0.2 else []
@@ -128,7 +128,7 @@ class Event:
     meanwhile: tuple[Event, ...] = ()
 
     def __str__(self) -> str:
-        """The kind of the event, and the fields that differ from their defaults."""
+        """Return the kind of the event, and the fields that differ from their defaults."""
         told = [f"{each.name}={getattr(self, each.name)}" for each in fields(self) if self.differs(each)]
         told += [f"({event})" for event in self.meanwhile]
         return " ".join([self.kind, *told, *map(describe, self.requests)])
@@ -138,7 +138,7 @@ class Event:
 
 
 def describe(request: Request) -> str:
-    """The parts of a request that matter to the scheduler."""
+    """Return the parts of a request that matter to the scheduler."""
     stopping, sampling = request.stopping, request.sampling
     told = {
         "prompt": request.prompt_token_ids,
@@ -177,7 +177,9 @@ def draw_abort(traffic: Traffic, rng: random.Random) -> Event:
 
 
 def draw_calls(traffic: Traffic, rng: random.Random) -> Iterator[Event]:
-    """What other threads do while constraints accept tokens: they may use ids that were in use until then."""
+    """Draw what other threads do while constraints accept tokens: they may use ids that were in use until
+    then.
+    """
     for _ in range(rng.choice([0, 0, 1, 3])):
         if traffic.active and rng.random() < 0.6:
             yield draw_abort(traffic, rng)
@@ -222,7 +224,7 @@ def draw_event(traffic: Traffic, rng: random.Random) -> Event:
 
 
 def apply(event: Event, traffic: Traffic) -> None:
-    """Makes the event happen, unless it has nothing to act on."""
+    """Make the event happen, unless it has nothing to act on."""
     if event.kind == "arrive":
         for request in event.requests:
             traffic.arrive(request)

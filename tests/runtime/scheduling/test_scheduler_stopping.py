@@ -18,7 +18,7 @@ def step(scheduler: Scheduler, token: int = WORD, now_ns: int = 3) -> list[StepO
 
 
 def run(scheduler: Scheduler, tokens: list[int]) -> tuple[list[int], Finish | None]:
-    """Gives one request these samples until it ends. Returns its tokens and how it ended."""
+    """Give one request these samples until it ends. Returns its tokens and how it ended."""
     made: list[int] = []
     for token in tokens:
         (output,) = step(scheduler, token)

@@ -18,7 +18,7 @@ SECOND = 10**9
 
 
 def started(*requests: dict[str, Any], **limits: Any) -> Scheduler:
-    """A scheduler with requests "a", "b", ... of 3 prompt tokens, which have made one token each."""
+    """Make a scheduler with requests "a", "b", ... of 3 prompt tokens, which have made one token each."""
     scheduler = make(**({"max_num_batched_tokens": 16} | limits))
     for name, options in zip("abcd", requests, strict=False):
         add(scheduler, name, **options)
@@ -88,7 +88,7 @@ def test_no_window_while_there_is_something_else_to_do(event):
 
 
 def beside_a_constraint(*requests: dict[str, Any], **limits: Any) -> Scheduler:
-    """`started`, and a request "c" that decodes under a constraint."""
+    """Return `started`, and a request "c" that decodes under a constraint."""
     scheduler = started(*requests, **limits)
     scheduler.add(Request("c", (1, 2), constraint=Rota(20)), 1)
     commit(scheduler, dispatch(scheduler), 10)

@@ -34,7 +34,9 @@ def with_state(**limits: Any) -> Scheduler:
 
 
 def prompt(num: int, *, common: int = 0, name: str = "") -> tuple[int, ...]:
-    """The first `common` tokens are those of all prompts, and the others depend on the name."""
+    """Make a prompt: the first `common` tokens are those of all prompts, and the others depend on the
+    name.
+    """
     first = 1000 * (1 + sum(map(ord, name)))
     return (*range(100, 100 + common), *range(first, first + num - common))
 
@@ -48,7 +50,7 @@ def add(
 
 
 def step(scheduler: Scheduler) -> dict[str, tuple[int, int, SnapshotUse | None]]:
-    """Makes and commits a plan. Returns for each row where it begins and ends, and what it does."""
+    """Make and commit a plan. Returns for each row where it begins and ends, and what it does."""
     plan = dispatch(scheduler)
     commit(scheduler, plan)
     return told(plan)

@@ -95,7 +95,7 @@ class Pair:
 
 
 def random_outputs(rng: random.Random) -> list[Request]:
-    """The outputs of a request. Most prompts begin like others, and differ from different places on."""
+    """Make the outputs of a request. Most prompts begin like others, and differ from different places on."""
     tree = [random.Random(branch).choices(range(10, 50), k=40) for branch in range(2)]
     trunk = tree[0][: rng.choice([8, 16, 40])] + tree[1]
     prompt = (*trunk[: rng.randint(1, len(trunk))], *rng.choices(range(10, 50), k=rng.randint(0, 6)))
@@ -147,7 +147,7 @@ def test_plans_are_those_of_a_queue_in_which_all_stand_in_line(seed, num_events)
 
 
 def looked_at_by(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that gets the id of each waiting sequence whenever it is asked whether it may enter."""
+    """Keep a list that gets the id of each waiting sequence whenever it is asked whether it may enter."""
     looked_at: list[str] = []
     find_prefix = Admission.find_prefix
 

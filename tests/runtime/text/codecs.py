@@ -18,8 +18,8 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: byte_level_
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in which token b is the byte b, 256 the special end token, and 257 an ordinary added token
-    with a space in it.
+    """Make a tokenizer in which token b is the byte b, 256 the special end token, and 257 an ordinary added
+    token with a space in it.
     """
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

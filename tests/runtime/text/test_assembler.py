@@ -31,7 +31,7 @@ WRITTEN = {
 
 
 def steps(ids: list[int], cuts: list[int]) -> Iterator[StepOutput]:
-    """The tokens in steps, with log-probabilities that tell their place."""
+    """Yield the tokens in steps, with log-probabilities that tell their place."""
     marks = sorted({0, *(min(cut, len(ids)) for cut in cuts), len(ids)})
     for start, end in itertools.pairwise(marks):
         told = tuple(TokenLogprobs(-float(i), ()) for i in range(start, end))

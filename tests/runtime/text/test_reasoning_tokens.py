@@ -39,7 +39,7 @@ three.
 
 
 def deltas(text: str, prompt: str, cuts: list[int], stop: tuple[str, ...] = ()) -> list[int]:
-    """The tokens of the reasoning that each delta tells."""
+    """Return the tokens of the reasoning that each delta tells."""
     assembler = Assembler(StoppingParams(stop=stop), CODEC, parser=FORMS.parser(CHAT, prompt))
     ids = CODEC.encode(text)
     marks = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]

@@ -32,13 +32,13 @@ from tests.runtime.text.codecs import (
 
 
 def chunks_of(items: list[int], cuts: list[int]) -> list[list[int]]:
-    """The items, split at the cut positions. Pieces may be empty, as in steps that make no token."""
+    """Return the items, split at the cut positions. Pieces may be empty, as in steps that make no token."""
     marks = [0, *sorted(min(c, len(items)) for c in cuts), len(items)]
     return [items[a:b] for a, b in itertools.pairwise(marks)]
 
 
 def stream_text(stream: TextStream, pieces: list[list[int]]) -> tuple[str, str | None, int]:
-    """The whole text, the stop that matched, and the number of tokens that belong to the output."""
+    """Return the whole text, the stop that matched, and the number of tokens that belong to the output."""
     text, stop, kept = "", None, 0
     for i, piece in enumerate(pieces):
         delta = stream.push(piece, final=i == len(pieces) - 1)

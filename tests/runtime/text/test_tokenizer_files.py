@@ -73,7 +73,7 @@ def assert_equal(ours: LoadedTokenizer, theirs: LoadedTokenizer, texts: tuple[st
 
 
 def written(folder: Path, backend: Tokenizer, **config: Any) -> Path:
-    """A checkpoint's folder, as far as its tokenizer goes."""
+    """Make a checkpoint's folder, as far as its tokenizer goes."""
     model_type = config.pop("model_type", None)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -83,7 +83,7 @@ def written(folder: Path, backend: Tokenizer, **config: Any) -> Path:
 
 
 def byte_level(pattern: str | None = None) -> Tokenizer:
-    """A tokenizer of bytes with one merge, which splits words by this pattern, as Qwen's do."""
+    """Make a tokenizer of bytes with one merge, which splits words by this pattern, as Qwen's do."""
     vocab = {c: i for i, c in enumerate(ALPHABET)} | {"th": 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h")]))
     parts: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
@@ -97,7 +97,7 @@ def byte_level(pattern: str | None = None) -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """A tokenizer as Gemma's."""
+    """Make a tokenizer as Gemma's."""
     words = [*SPECIAL, *(f"<0x{b:02X}>" for b in range(256)), "t", "h", "e", "\u2581", "th", "\u2581th"]
     vocab = {word: i for i, word in enumerate(words)}
     merges = [("t", "h"), ("\u2581", "th")]
@@ -114,7 +114,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def pattern_of(module: str) -> str:
-    """The pattern by which a class of transformers splits words."""
+    """Return the pattern by which a class of transformers splits words."""
     found: str = __import__(module, fromlist=["PRETOKENIZE_REGEX"]).PRETOKENIZE_REGEX
     return found
 

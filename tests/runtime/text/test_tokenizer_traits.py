@@ -19,7 +19,7 @@ TOKENS = [
 
 
 def ends(template: str | dict[str, str] | None) -> set[str]:
-    """The end tokens, of which `<|end|>` is the tokenizer's own."""
+    """Return the end tokens, of which `<|end|>` is the tokenizer's own."""
     codec = TextCodec(bytes_tokenizer(special=TOKENS, chat_template=template))
     names = {i: token for token, i in codec.added_tokens.items()}
     return {names[i] for i in codec.end_token_ids}

@@ -15,13 +15,13 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The folder of a checkpoint whose head is not tied."""
+    """Return the folder of a checkpoint whose head is not tied."""
     return GOLDEN / "qwen2"
 
 
 @pytest.fixture(scope="session")
 def tensors(golden: Path) -> Arrays:
-    """The checkpoint's tensors by name."""
+    """Return the checkpoint's tensors by name."""
     return tensors_of(golden)
 
 
@@ -34,7 +34,7 @@ def shared_engine(golden: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(shared_engine: Engine) -> Iterator[Engine]:
-    """An engine that tests share, whose weights a test must leave unchanged."""
+    """Yield an engine that tests share, whose weights a test must leave unchanged."""
     before = bits(shared_engine)
     yield shared_engine
     assert bits(shared_engine) == before
@@ -43,7 +43,7 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
 
 @pytest.fixture
 def fresh_engine(golden: Path) -> Iterator[Callable[[], Engine]]:
-    """A function that makes an engine for one test."""
+    """Yield a function that makes an engine for one test."""
     made: list[Engine] = []
 
     def make() -> Engine:

@@ -54,7 +54,7 @@ def updated(engine: Engine, path: Path, root: Path, **changes: object) -> Update
 
 
 def refusal(uri: str, roots: list[Path]) -> str:
-    """What is said of the URI, which must be the field that is refused."""
+    """Return what is said of the URI, which must be the field that is refused."""
     with pytest.raises(InvalidRequest) as refused:
         UpdateFiles(uri, roots).close()
     (violation,) = refused.value.violations

@@ -23,7 +23,7 @@ BEGINNINGS = [
 
 
 def renamed(tensors: Arrays, decoder: str, head: str) -> Arrays:
-    """The tensors under names that begin so."""
+    """Return the tensors under names that begin so."""
     return {
         head + "weight" if name == HEAD else decoder + name.removeprefix("model."): values
         for name, values in tensors.items()

@@ -29,7 +29,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 
 @pytest.fixture
 def engine(golden: Path) -> Iterator[Engine]:
-    """An engine that takes its device's memory for another than the host's."""
+    """Yield an engine that takes its device's memory for another than the host's."""
     config = EngineConfig(
         max_num_seqs=2,
         max_num_batched_tokens=16,
@@ -47,7 +47,7 @@ def engine(golden: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The paths of leaves, as they are placed."""
+    """Return the paths of leaves, as they are placed."""
     paths: list[Any] = []
     place = DeviceState.place
 

@@ -52,7 +52,7 @@ def meters(engine: Engine) -> Meters:
 
 
 def check_applied(meters: Meters, *reports: UpdateReport) -> None:
-    """The metrics say what the reports say."""
+    """Check that the metrics say what the reports say."""
     assert meters.counted(defined.WEIGHTS_UPDATES) == {("applied",): len(reports)}
     assert meters.counted(defined.WEIGHTS_BYTES) == {(): sum(report.num_bytes for report in reports)}
     for instrument, times in (

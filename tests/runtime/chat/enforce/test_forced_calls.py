@@ -85,7 +85,7 @@ class Model:
     eos: int
 
     def walk(self, grammar: str, seed: int, max_tokens: int = 3000) -> str:
-        """A random text of the grammar. If it may end, or close something, it often does."""
+        """Make a random text of the grammar. If it may end, or close something, it often does."""
         rng = np.random.default_rng(seed)
         matcher = LLMatcher(self.guide, LLMatcher.grammar_from_lark(grammar))
         ends = [
@@ -123,7 +123,7 @@ def demo() -> Model:
 
 @pytest.fixture(scope="module")
 def marked() -> Model:
-    """A tokenizer that has every marker as a token, some of them special."""
+    """Make a tokenizer that has every marker as a token, some of them special."""
     marks = {mark for tools in TOOL_FORMS.values() for mark in tools.markers}
     marks |= {mark for reasoning in REASONING_FORMS.values() for mark in reasoning.markers}
     ordinary = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[/THINK]"}
@@ -141,7 +141,7 @@ def grammar_of(model: Model, forms: ChatForms, chat: Chat, prompt: str = "") -> 
 
 
 def parsed(forms: ChatForms, chat: Chat, prompt: str, text: str) -> tuple[str, str, list[Call]]:
-    """What the parser makes of the text: (words, reasoning, calls)."""
+    """Return what the parser makes of the text: (words, reasoning, calls)."""
     parser = forms.parser(chat, prompt)
     parts = [parser.push(text), parser.flush()]
     return (

@@ -74,13 +74,13 @@ def called(tokenizer: str, form: str) -> list[str]:
 
 @functools.cache
 def plain() -> Model:
-    """A tokenizer that knows no marker as a token."""
+    """Make a tokenizer that knows no marker as a token."""
     return model_of(bytes_tokenizer())
 
 
 @functools.cache
 def marked() -> Model:
-    """A tokenizer that has every marker as a token, some of them special."""
+    """Make a tokenizer that has every marker as a token, some of them special."""
     marks = {mark for tools in TOOL_FORMS.values() for mark in tools.markers}
     marks |= {mark for reasoning in REASONING_FORMS.values() for mark in reasoning.markers}
     ordinary = {"<tool_call>", "</tool_call>", "<think>", "</think>", "[/THINK]"}
@@ -102,7 +102,7 @@ def allows(model: Model, lark: str, ids: list[int]) -> bool:
 
 
 def check(form: str, text: str) -> int:
-    """The calls that are found in the text are as they should be. Returns their number."""
+    """Check that the calls that are found in the text are as they should be. Returns their number."""
     _, _, calls = parsed(ChatForms(TOOL_FORMS[form]), Chat(USER, STRICT), "", text)
     tools = {tool.name: tool for tool in STRICT}
     for call in calls:
@@ -126,7 +126,7 @@ def test_a_call_that_a_random_model_begins_follows_the_schema(tokenizer: str, fo
 
 
 def walked(model: Model, lark: str, ids: list[int], seed: int, most: int = 3000) -> str:
-    """A random text of the grammar that begins so. It often ends, or closes something, where it may."""
+    """Make a random text of the grammar that begins so. It often ends, or closes something, where it may."""
     rng = np.random.default_rng(seed)
     matcher = LLMatcher(model.guide, LLMatcher.grammar_from_lark(lark))
     assert matcher.try_consume_tokens(ids) == len(ids)

@@ -59,7 +59,9 @@ class Model:
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     def walk(self, lark: str, seed: int, begin: str = "", most: int = 400) -> str:
-        """A random text of the grammar that begins so. Where it may end, or end a message, it often does."""
+        """Make a random text of the grammar that begins so. Where it may end, or end a message, it often
+        does.
+        """
         rng = np.random.default_rng(seed)
         matcher = LLMatcher(self.guide, LLMatcher.grammar_from_lark(lark))
         out = self.codec.encode(begin)
@@ -109,7 +111,7 @@ def parsed(text: str, prompt: str = PROMPT) -> Parsed:
 
 
 def check(calls: tuple[Call, ...], tools: tuple[Tool, ...]) -> None:
-    """The calls are of the tools, with arguments that the schemas accept."""
+    """Check that the calls are of the tools, with arguments that the schemas accept."""
     schemas = {tool.name: arguments_schema(tool) for tool in tools}
     for call in calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])

@@ -195,7 +195,7 @@ MARKED = TextCodec(bytes_tokenizer(special=[m for m in MARKERS if m != "<|return
 
 
 def deltas(text: str, cuts: list[int], *, prompt: str = PROMPT) -> tuple[str, str, list[int]]:
-    """The text, the reasoning, and the tokens of the reasoning that each delta tells."""
+    """Return the text, the reasoning, and the tokens of the reasoning that each delta tells."""
     assembler = Assembler(
         StoppingParams(),
         MARKED,

@@ -28,7 +28,7 @@ def refuse(name: str) -> None:
 
 
 def scanner(*known: str) -> Callable[[Reader], Wait[Call | None]]:
-    """Scans a call's object, and returns the call; None if it is none."""
+    """Scan a call's object, and return the call; None if it is none."""
 
     def scan(r: Reader) -> Wait[Call | None]:
         pieces: list[Call] = []

@@ -33,7 +33,7 @@ def evaluated(source: str) -> object:
 
 
 def whole(text: str) -> str:
-    """The text with the halves of surrogate pairs joined, as in JSON."""
+    """Return the text with the halves of surrogate pairs joined, as in JSON."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 

@@ -264,7 +264,7 @@ WRITTEN: dict[str, list[str]] = {
 
 
 def _faults(parts: list[str]) -> dict[str, str]:
-    """The text with each of its tags left out, doubled, and exchanged with the next tag."""
+    """Return the text with each of its tags left out, doubled, and exchanged with the next tag."""
     tags = [i for i, part in enumerate(parts) if part.startswith("<")]
     made = {}
     for i in tags:

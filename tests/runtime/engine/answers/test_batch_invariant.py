@@ -67,13 +67,13 @@ def test_a_model_of_an_unknown_class_promises_nothing():
 
 
 def with_delta_net(config, **changes):
-    """The model with a gated delta net in the place of its first layer's attention."""
+    """Return the model with a gated delta net in the place of its first layer's attention."""
     net = DeltaNetConfig(num_key_heads=8, num_value_heads=16, key_dim=32, value_dim=32, num_taps=4)
     return with_first_layer(config, dataclasses.replace(net, **changes))
 
 
 def with_mamba(config, **changes):
-    """The model with Mamba-2 in the place of its first layer's attention."""
+    """Return the model with Mamba-2 in the place of its first layer's attention."""
     mamba = MambaConfig(num_heads=16, head_dim=32, state_dim=32, num_groups=1, num_taps=4)
     return with_first_layer(config, dataclasses.replace(mamba, **changes))
 

@@ -32,7 +32,7 @@ PROMPT = (0, 4, 9)
 
 @pytest.fixture(scope="module", params=["auto", "off"], ids=["native", "XLA"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine with the native sampler, and one with XLA's."""
+    """Yield an engine with the native sampler, and one with XLA's."""
     engine = table_engine(
         FLAT,
         native=request.param,

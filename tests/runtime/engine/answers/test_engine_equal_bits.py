@@ -157,8 +157,8 @@ def requests() -> list[Request]:
 
 
 def bits(result: Answer) -> object:
-    """The parts of an answer that must be equal. Log-probabilities are compared as numbers, so every bit
-    counts.
+    """Return the parts of an answer that must be equal. Log-probabilities are compared as numbers, so every
+    bit counts.
     """
     assert result.error is None
     return result.tokens, result.finish, result.logprobs, result.prompt_logprobs

@@ -37,21 +37,21 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Engine]:
-    """An engine that serves one request at a time, without a prefix cache."""
+    """Yield an engine that serves one request at a time, without a prefix cache."""
     engine = toy_engine(prefix_cache_pages=0)
     yield engine
     engine.shutdown()
 
 
 def asked(num_prompt: int, sampling: ResolvedSampling = DRAWN, bypass: bool = False) -> list[Request]:
-    """The outputs of a prompt that has no prefix in common with another test's."""
+    """Return the outputs of a prompt that has no prefix in common with another test's."""
     prompt = tuple(token % VOCAB for token in range(num_prompt, 2 * num_prompt))
     request = Request("r", prompt, sampling, long(NUM_TOKENS), cache=CacheParams(bypass=bypass))
     return outputs_of(request, N)
 
 
 def run(engine: Engine, outputs: Sequence[Request]) -> Collector:
-    """Submits all outputs together, while the only token of another request is being delivered, and waits for
+    """Submit all outputs together, while the only token of another request is being delivered, and wait for
     their ends.
     """
     gate, sink = at_gate(engine, tokens=1), Collector()

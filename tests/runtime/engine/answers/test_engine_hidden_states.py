@@ -65,7 +65,7 @@ def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
 
 
 def generate(case: Case, name: str = "r", known: int = 0) -> Request:
-    """A request for hidden states, whose prompt is extended by the first `known` tokens of PyTorch's."""
+    """Make a request for hidden states, whose prompt is extended by the first `known` tokens of PyTorch's."""
     stopping = StoppingParams(max_tokens=len(case["tokens"]) - known, ignore_eos=True)
     return Request(name, (*case["prompt"], *case["tokens"][:known]), GREEDY, stopping, hidden_states=True)
 
@@ -84,7 +84,7 @@ def check_hidden(golden: Golden, case: Case, result: Answer, known: int = 0) -> 
 
 
 def pooled(result: Answer) -> NDArray[np.float32]:
-    """The one hidden state that a request which pools has got, at its end."""
+    """Return the one hidden state that a request which pools has got, at its end."""
     assert (result.finish, result.tokens, result.error) == (READ, [], None)
     (hidden,) = result.hidden
     assert hidden.dtype == np.float32

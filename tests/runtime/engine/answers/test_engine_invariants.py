@@ -46,7 +46,7 @@ def mixed() -> list[Request]:
 
 
 def constrained(requests: list[Request]) -> list[Request]:
-    """The requests, every third with a new constraint, because a constraint serves one output only."""
+    """Return the requests, every third with a new constraint, because a constraint serves one output only."""
     return [
         dataclasses.replace(request, constraint=Turns(limit=9 + i)) if i % 3 == 0 else request
         for i, request in enumerate(requests)

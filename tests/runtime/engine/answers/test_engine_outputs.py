@@ -61,20 +61,20 @@ def watched() -> Iterator[tuple[Engine, Watch]]:
 
 @pytest.fixture
 def engine(watched: tuple[Engine, Watch]) -> Engine:
-    """The engine with nothing in its prefix cache."""
+    """Return the engine with nothing in its prefix cache."""
     watched[0].flush_prefix_cache()
     return watched[0]
 
 
 @pytest.fixture
 def watch(engine: Engine, watched: tuple[Engine, Watch]) -> Watch:
-    """The observer, without records."""
+    """Return the observer, without records."""
     watched[1].records.clear()
     return watched[1]
 
 
 def ask(num_prompt: int, max_tokens: int, name: str = "r", seed: int | None = 1234567) -> Request:
-    """A request whose prompt depends only on its length, and whose tokens depend on the seed."""
+    """Make a request whose prompt depends only on its length, and whose tokens depend on the seed."""
     return Request(
         name,
         tuple((3 * i + 1) % VOCAB for i in range(num_prompt)),
@@ -84,8 +84,8 @@ def ask(num_prompt: int, max_tokens: int, name: str = "r", seed: int | None = 12
 
 
 def num_computed(watch: Watch) -> int:
-    """The number of input tokens of all rows of all steps, without those of the request with which `answers`
-    holds the engine.
+    """Return the number of input tokens of all rows of all steps, without those of the request with which
+    `answers` holds the engine.
     """
     records = [record for record in watch.records if record.request_ids != ("gate",)]
     assert all(record.num_steps == 1 for record in records)

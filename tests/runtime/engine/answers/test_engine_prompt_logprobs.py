@@ -51,7 +51,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, list[Case]]
 
 
 def ask(case: Case, known: int, name: str = "r", max_tokens: int = 1) -> Request:
-    """A request whose prompt is extended by the first `known` tokens that PyTorch generated."""
+    """Make a request whose prompt is extended by the first `known` tokens that PyTorch generated."""
     return Request(
         name,
         (*case["prompt"], *case["tokens"][:known]),

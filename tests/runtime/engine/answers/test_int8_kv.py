@@ -35,7 +35,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=[16, pytest.param(8, marks=pytest.mark.sweep)])
 def engine(request: pytest.FixtureRequest, name: str) -> Iterator[Engine]:
-    """The native kernels take pages of 16 tokens, and XLA those of 8."""
+    """Yield an engine: the native kernels take pages of 16 tokens, and XLA those of 8."""
     config = dataclasses.replace(CONFIG, kv_cache_dtype="int8", page_size=request.param)
     engine = Engine.from_pretrained(str(GOLDEN / name), config)
     engine.start()

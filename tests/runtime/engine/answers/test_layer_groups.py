@@ -47,7 +47,7 @@ PROMPTS = tuple(
 
 
 def asked(prompts: Sequence[tuple[int, ...]], n: int = 1) -> list[Request]:
-    """The outputs of the prompts. Their tokens depend on all logits."""
+    """Return the outputs of the prompts. Their tokens depend on all logits."""
     return [
         output
         for i, prompt in enumerate(prompts)
@@ -66,12 +66,12 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 def options(dtype: str) -> EngineConfig:
-    """The kernels and XLA read the cache by different parts of a step's metadata."""
+    """Make options: the kernels and XLA read the cache by different parts of a step's metadata."""
     return dataclasses.replace(CONFIG, dtype=dtype, native="auto" if dtype == "bfloat16" else "off")
 
 
 def write_model(directory: Path, **fields: Any) -> str:
-    """A checkpoint whose first layer has a window, and whose second has none."""
+    """Make a checkpoint whose first layer has a window, and whose second has none."""
     file = write_tiny(directory, tiny_tensors(0)) / "config.json"
     types = ["sliding_attention", "full_attention"]
     fields |= {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": types}
@@ -98,7 +98,7 @@ def witness(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
 
 @pytest.fixture(scope="module")
 def engine(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """The pages that the requests need are more than there are, so some requests are preempted."""
+    """Yield an engine with fewer pages than the requests need, so some requests are preempted."""
     model = write_model(tmp_path_factory.mktemp("grouped"))
     width = {"bfloat16": 2, "float32": 4}[dtype]
     config = dataclasses.replace(options(dtype), kv_cache_bytes=76 * VALUES * width)
@@ -115,7 +115,7 @@ def engine(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 
 def expect(made: Sequence[Answer], expected: Sequence[Answer], dtype: str) -> None:
-    """The same tokens and, by native kernels, the same bits."""
+    """Expect the same tokens and, by native kernels, the same bits."""
     for ours, theirs in zip(made, expected, strict=True):
         assert ours.tokens == theirs.tokens
         logprobs, others = ([entry.sampled for entry in one.logprobs] for one in (ours, theirs))

@@ -139,7 +139,7 @@ def test_a_model_is_its_own_draft(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of which one layer has a sliding window."""
+    """Make a model of which one layer has a sliding window."""
     return Path(write_model(tmp_path_factory.mktemp("grouped")))
 
 
@@ -185,7 +185,7 @@ LAYERS: dict[str, DeltaNetConfig | MambaConfig | ShortConvConfig] = {
 
 
 def recurrent_model(kind: str) -> ServedModel:
-    """The demo model with random weights, and a recurrent layer before the others."""
+    """Return the demo model with random weights, and a recurrent layer before the others."""
     model = load_model(
         "demo", EngineConfig(dtype="bfloat16"), choose_backend(EngineConfig(), jax.devices()[0])
     )

@@ -109,7 +109,7 @@ class Served:
             check(generation, case, self.name)
 
     def ask_preempted(self, case: Case) -> None:
-        """The request loses its pages after its first token, and computes its prompt again."""
+        """Have the request lose its pages after its first token, and compute its prompt again."""
         with self.engine.stream(
             case["text"],
             media=self.images(case),
@@ -177,8 +177,8 @@ def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -> None
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", WITH_PICTURES)
 def test_tokens_are_proposed_behind_pictures(name: str) -> None:
-    """The rows of proposed tokens have the rotary positions that follow those of the pictures, also where they
-    are joined for a recurrent state.
+    """The rows of proposed tokens have the rotary positions that follow those of the pictures, also where
+    they are joined for a recurrent state.
     """
     rng = random.Random(8)
     proposer = Guesses(lambda seq, most: (), rng)

@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {"max_image_tokens": 40, "media_pool_tokens": 128, "deco
 
 
 def accelerator() -> Backend:
-    """A backend with programs as on an accelerator: one for each length of windows."""
+    """Make a backend with programs as on an accelerator: one for each length of windows."""
     return Backend(mesh=mesh_of(jax.devices("cpu")[:1]), sizes=CPU_SIZES)
 
 

@@ -55,14 +55,14 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def prompt(seed: int, num: int, shared: int = 0) -> tuple[int, ...]:
-    """A prompt of which the first `shared` tokens are those of all prompts."""
+    """Make a prompt of which the first `shared` tokens are those of all prompts."""
     rng = random.Random(seed)
     return (*random.Random(4711).choices(range(VOCAB), k=shared), *rng.choices(range(VOCAB), k=num - shared))
 
 
 def run(engine: Engine, requests: Sequence[Request], *, together: bool = True) -> list[int]:
-    """Submits requests, together while another one's only token is being delivered or each after the one
-    before, and checks their tokens. Returns for each how many tokens of its prompt it did not compute.
+    """Submit requests, together while another one's only token is being delivered or each after the one
+    before, and check their tokens. Returns for each how many tokens of its prompt it did not compute.
     """
     gate = at_gate(engine, tokens=1) if together else None
     sinks = [Collector() for _ in requests]
@@ -89,7 +89,7 @@ def asked(name: str, tokens: Sequence[int], num: int = 9, **changes: Any) -> Req
 
 
 def flushed(engine: Engine) -> Engine:
-    """The engine, with an empty prefix cache."""
+    """Return the engine, with an empty prefix cache."""
     engine.flush_prefix_cache()
     return engine
 
@@ -151,7 +151,7 @@ def test_an_update_flushes_snapshots(engine: Engine) -> None:
 
 
 def mixed(rng: random.Random, num: int) -> list[Request]:
-    """Requests of one or several outputs, most of which begin like others."""
+    """Make requests of one or several outputs, most of which begin like others."""
     requests: list[Request] = []
     for i in range(num):
         length = rng.randint(1, 45)

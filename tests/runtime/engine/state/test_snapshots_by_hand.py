@@ -45,7 +45,7 @@ class Rows:
     def run(
         self, *rows: tuple[int, int, int], uses: dict[int, SnapshotUse] | None = None, steps: int = 1
     ) -> list[list[int]]:
-        """Computes rows of (slot, start, end). Returns the tokens that each makes."""
+        """Compute rows of (slot, start, end). Returns the tokens that each makes."""
         new = [slot for slot, _, _ in rows if slot not in self._entered]
         self._entered.update(new)
         made = [

@@ -50,12 +50,12 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 def accelerator() -> Backend:
-    """A backend with programs as on an accelerator: one for each length of windows."""
+    """Make a backend with programs as on an accelerator: one for each length of windows."""
     return Backend(mesh=mesh_of(jax.devices("cpu")[:1]), sizes=CPU_SIZES)
 
 
 def proposing() -> Engine:
-    """An engine for which tokens are proposed that may be right, wrong, or none."""
+    """Make an engine for which tokens are proposed that may be right, wrong, or none."""
     rng = random.Random(9)
 
     def right(seq: Output, most: int) -> list[int]:
@@ -97,7 +97,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def expected(engine: Engine, request: Request) -> list[int]:
-    """The tokens computed by hand, up to max_tokens or a stop id."""
+    """Return the tokens computed by hand, up to max_tokens or a stop id."""
     stopping = request.stopping
     assert stopping.max_tokens is not None
     tokens = hybrid_tokens(request.prompt_token_ids, stopping.max_tokens, paged=engine.info.name == "hybrid")
@@ -135,7 +135,7 @@ def test_rows_that_end_in_a_window_leave_the_others_right(engine: Engine) -> Non
 
 
 def without_snapshots() -> Engine:
-    """An engine with 24 pages: three requests of 32 tokens fill them."""
+    """Make an engine with 24 pages: three requests of 32 tokens fill them."""
     page_bytes = PAGED.page_bytes(4, np.dtype(np.float32))
     return toy_engine(
         hybrid_model(), state_snapshots=0, kv_cache_bytes=24 * page_bytes + 4 * 16, decode_window_s=10.0
@@ -219,7 +219,7 @@ def runner() -> Iterator[ModelRunner]:
 def step(
     runner: ModelRunner, slot: int, tokens: Sequence[int], start: int, end: int, *, enter: bool = False
 ) -> int:
-    """Computes positions `start` to `end` of a row. Returns the token that is sampled after them."""
+    """Compute positions `start` to `end` of a row. Returns the token that is sampled after them."""
     request = Request(f"r{slot}", tuple(tokens), GREEDY, StoppingParams(ignore_eos=True))
     row = PlanRow(request.request_id, slot, start, end - start, tuple(tokens[start:end]), True)
     entered = ((slot, request),) if enter else ()

@@ -36,7 +36,7 @@ def make(vocabulary):
 
 @pytest.fixture
 def built(monkeypatch):
-    """The texts that were really compiled in this process, in order."""
+    """Return the texts that were really compiled in this process, in order."""
     texts: list[str] = []
 
     def build(tokenizer, bits, text, max_lexer_states):

@@ -46,7 +46,7 @@ class Gated:
         self.num_made += 1
 
     def try_consume_tokens(self, token_ids: list[int]) -> int:
-        """Takes the lexer's lock, as making a mask does."""
+        """Take the lexer's lock, as making a mask does."""
         if self.shared_gate is not None:
             assert self.shared_gate.is_set(), "the engine's thread would wait for a mask"
         return 1

@@ -44,8 +44,8 @@ _NO_ROPE = RopeConfig()
 
 
 def _without_frequencies(config: ModelConfig) -> ModelConfig:
-    """What is compared exactly. Numbers of a GGUF file are rounded to float32, and RoPE is compared by its
-    frequencies, because Llama 3.1's is written otherwise.
+    """Return what is compared exactly. Numbers of a GGUF file are rounded to float32, and RoPE is compared by
+    its frequencies, because Llama 3.1's is written otherwise.
     """
     layers = []
     for layer in config.layers:

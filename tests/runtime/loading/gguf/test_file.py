@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def _refused(path: Path, data: bytes) -> str:
-    """What is said about a file that must be refused; it must not take much memory to find out."""
+    """Return what is said about a file that must be refused; it must not take much memory to find out."""
     path.write_bytes(data)
     tracemalloc.start()
     try:

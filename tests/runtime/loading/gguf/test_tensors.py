@@ -39,7 +39,7 @@ _SIZES = {
 
 
 def _stored(path: Path, kind: str, *matrices: np.ndarray) -> tuple[list[TensorInfo], list[np.ndarray]]:
-    """The tensors in a file, and what the package reads of them."""
+    """Return the tensors in a file, and what the package reads of them."""
     chosen = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(path, "llama")
     blocks = [gguf.quants.quantize(values.astype(np.float32), chosen) for values in matrices]

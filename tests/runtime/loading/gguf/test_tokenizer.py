@@ -46,7 +46,7 @@ _CORPUS = [
 
 
 def _byte_level(pre_tokenizer: Any) -> Tokenizer:
-    """A byte-level vocabulary of 600 tokens, learned from the corpus."""
+    """Make a byte-level vocabulary of 600 tokens, learned from the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -66,7 +66,7 @@ def _split(pattern: str) -> Any:
 
 
 def _qwen2() -> Any:
-    """transformers' own class, which makes everything but the vocabulary itself."""
+    """Make a tokenizer of transformers' own class, which makes everything but the vocabulary itself."""
     learned = _byte_level(Qwen2Tokenizer().backend_tokenizer.pre_tokenizer)
     vocab, merges = _parts(learned)
     tokenizer = Qwen2Tokenizer(vocab | {"<|endoftext|>": len(vocab)}, merges)
@@ -82,7 +82,9 @@ def _llama3() -> Any:
 
 
 def _sentence_piece(kind: Any, specials: list[str], **options: Any) -> Any:
-    """A vocabulary of whole words and bytes, learned from the corpus, in transformers' class of a family."""
+    """Make a vocabulary of whole words and bytes, learned from the corpus, in transformers' class of a
+    family.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")

@@ -35,7 +35,7 @@ NATIVE = LinearFormat(packed=True)
 
 
 def loaded(name: str, linear: LinearFormat) -> tuple[LinearFormat, dict[tuple[str | int, ...], jax.Array]]:
-    """A golden's format in memory where floats would have `linear`, and its leaves."""
+    """Return a golden's format in memory where floats would have `linear`, and its leaves."""
     config, tensors = load_config(QUANTISED / name), find_weights(QUANTISED / name)
     found = format_for(linear, tensors, partial(load_rules, config, "bfloat16"))
     state = load_weights(QUANTISED / name, config, "bfloat16", linear=found, progress=False)
@@ -43,7 +43,7 @@ def loaded(name: str, linear: LinearFormat) -> tuple[LinearFormat, dict[tuple[st
 
 
 def told(name: str) -> np.ndarray:
-    """The values of the leaf as the files tell them."""
+    """Return the values of the leaf as the files tell them."""
     tensors = find_weights(QUANTISED / name)
     return np.concatenate([tensors[part][0:256] for part in PARTS])
 
@@ -138,7 +138,7 @@ def test_scales_of_blocks_stay_with_their_inputs() -> None:
 
 
 def of_fp8(folder: Path, codes: np.ndarray, scales: np.ndarray, blocks: Blocks) -> QuantisedWeight:
-    """A layer in FP8 as a file has it."""
+    """Make a layer in FP8 as a file has it."""
     arrays = {"q.weight": codes.view(ml_dtypes.float8_e4m3fn), "q.weight_scale": scales}
     save_file(arrays, folder / "model.safetensors")
     found = find_tensors(folder)

@@ -55,7 +55,7 @@ def expected(name: str) -> dict[str, Any]:
 
 
 def rows_of(tensor: Tensor, size: int) -> np.ndarray:
-    """The tensor, read so many rows at a time."""
+    """Read the tensor, so many rows at a time."""
     count = tensor.shape[0]
     return np.concatenate([tensor[begin : min(begin + size, count)] for begin in range(0, count, size)])
 
@@ -106,7 +106,7 @@ def test_torchaos_int4_by_hand(tmp_path: Path) -> None:
 
 @pytest.fixture
 def old_file(tmp_path: Path) -> Path:
-    """A GPTQ checkpoint whose config is in the file that older tools write."""
+    """Make a GPTQ checkpoint whose config is in the file that older tools write."""
     shutil.copytree(QUANTISED / "gptq_v2_asym_g64", tmp_path / "old")
     file = tmp_path / "old" / "config.json"
     config = json.loads(file.read_text())

@@ -29,24 +29,24 @@ TOLD = '{"_type": "Int8Tensor", "_data": {"block_size": [128, 128]}}'
 
 
 def parted(data: bytes) -> tuple[Header, bytes]:
-    """A safetensors file as its header and its data."""
+    """Parse a safetensors file as its header and its data."""
     length = struct.unpack("<Q", data[:8])[0]
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
 def entries(header: Header) -> list[dict[str, Any]]:
-    """What a header says of the tensors."""
+    """Return what a header says of the tensors."""
     return [entry for name, entry in header.items() if name != "__metadata__"]
 
 
 def joined(header: Header, data: bytes) -> bytes:
-    """A safetensors file of these parts."""
+    """Make a safetensors file of these parts."""
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
 def written(folder: Path, name: str, change: Callable[[dict[str, Any]], None] = lambda config: None) -> Path:
-    """A copy of a golden, in which the quantisation's config is changed."""
+    """Make a copy of a golden, in which the quantisation's config is changed."""
     shutil.copytree(QUANTISED / name, folder / name)
     file = folder / name / "config.json"
     config = json.loads(file.read_text())
@@ -56,8 +56,8 @@ def written(folder: Path, name: str, change: Callable[[dict[str, Any]], None] = 
 
 
 def changed(folder: Path, change: Callable[[Header, bytearray], None]) -> Path:
-    """The same folder, in whose tensors something is changed. Data of tensors that are left out stays, under
-    a name that no model knows.
+    """Return the same folder, in whose tensors something is changed. Data of tensors that are left out stays,
+    under a name that no model knows.
     """
     file = folder / "model.safetensors"
     header, data = parted(file.read_bytes())
@@ -72,7 +72,7 @@ def changed(folder: Path, change: Callable[[Header, bytearray], None]) -> Path:
 
 
 def values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
-    """The values of all quantised weights."""
+    """Return the values of all quantised weights."""
     return {
         name: tensor[0 : tensor.shape[0]]
         for name, tensor in find_weights(folder).items()
@@ -81,12 +81,12 @@ def values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def group(**weights: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of what compressed-tensors' config says of weights."""
+    """Make a change of what compressed-tensors' config says of weights."""
     return lambda told: told["config_groups"]["group_0"]["weights"].update(weights)
 
 
 def field(**fields: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of fields."""
+    """Make a change of fields."""
     return lambda told: told.update(fields)
 
 
@@ -296,7 +296,7 @@ def test_a_scale_of_0_is_right_where_all_weights_are_0(tmp_path: Path) -> None:
 
 
 def mutated(data: bytes, header_too: bool, draw: st.DataObject) -> bytes:
-    """A file with a few bytes changed, a field of its header changed, or its end cut off."""
+    """Make a file with a few bytes changed, a field of its header changed, or its end cut off."""
     kind = draw.draw(st.sampled_from(("bytes", "header", "cut") if header_too else ("bytes",)))
     length = struct.unpack("<Q", data[:8])[0]
     if kind == "cut":

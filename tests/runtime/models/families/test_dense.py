@@ -48,7 +48,7 @@ def of_layer(config: ModelConfig, layer: int = 0) -> tuple[AttentionConfig, MLPC
 
 
 def rotation(attention: AttentionConfig) -> tuple[float, int] | None:
-    """The base and the number of rotated channels."""
+    """Return the base and the number of rotated channels."""
     return None if attention.rope is None else (attention.rope.theta, attention.rotary_dim)
 
 

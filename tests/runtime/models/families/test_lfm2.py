@@ -28,7 +28,7 @@ def kinds(config):
 
 
 def inner(**changes):
-    """The intermediate size, which is the same in all layers."""
+    """Return the intermediate size, which is the same in all layers."""
     (mlp,) = {layer.mlp for layer in parse_config({**LFM2, **changes}).layers}
     assert isinstance(mlp, MLPConfig)
     return mlp.intermediate_size

@@ -21,7 +21,7 @@ BLOCKS = ["linear_attention", "mlp", "full_attention", "mlp"]
 
 
 def parts(config, layer=0):
-    """The parts of a layer, whose types need no proof."""
+    """Return the parts of a layer, whose types need no proof."""
     one: Any = config.layers[layer]
     return one
 

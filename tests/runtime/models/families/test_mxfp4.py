@@ -182,7 +182,7 @@ def test_scales_that_are_no_numbers_are_refused_by_the_tensors():
 
 
 def filled(config, tensors, linear=PLAIN, dtype="float32"):
-    """The leaves, filled in two runs of rows."""
+    """Return the leaves, filled in two runs of rows."""
     shapes = params.leaf_shapes(config, dtype, linear)
     leaves = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in shapes.items()}
     for rule in params.load_rules(config, dtype, linear).rules:

@@ -113,7 +113,7 @@ def test_refused_by_name(field, value):
 
 
 def rows_of(config: Any, part: str, num_rows: int) -> tuple[str, list[int]]:
-    """The tensor that has a part of the first net, and which rows of it."""
+    """Return the tensor that has a part of the first net, and which rows of it."""
     stored = family_of(config.architecture).stored(config)
     (source,) = stored(("layers", 0, "self_attn", part, "weight"), (num_rows, 2)).sources
     total = source.shape[0]

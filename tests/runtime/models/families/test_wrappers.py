@@ -28,7 +28,7 @@ def golden(root: Path, name: str) -> tuple[dict[str, Any], Tensors, list[dict[st
 
 
 def wrapped(text: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """The config.json of a wrapper around a decoder's."""
+    """Return the config.json of a wrapper around a decoder's."""
     inner = {name: value for name, value in text.items() if name not in ("architectures", "dtype")}
     return {"dtype": text["dtype"], "text_config": inner, **fields}
 

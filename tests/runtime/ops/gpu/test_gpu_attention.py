@@ -97,7 +97,7 @@ def test_no_warpgroup_reads_what_another_still_writes(options: Options) -> None:
 
 
 def lowered(shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool) -> str:
-    """A step for a GPU, before XLA compiles it."""
+    """Make a step for a GPU, before XLA compiles it."""
     tokens = shape.rows if decode else 32
     keys_only = shape.value_dim is not None
     sizes = (shape.pages, shape.page, shape.kv_heads, shape.dim)

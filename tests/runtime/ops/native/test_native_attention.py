@@ -52,7 +52,7 @@ def step(shape: Shape, options: Options = PLAIN, kernel: str = "avx2") -> Callab
 
 @functools.lru_cache(maxsize=32)
 def drawn(cases: tuple[Case, ...], shape: Shape, options: Options, seed: int, shared: int) -> Batch:
-    """A batch that all kernels get, because its result in float64 takes longer than theirs. No test may
+    """Draw a batch that all kernels get, because its result in float64 takes longer than theirs. No test may
     change it.
     """
     return draw(cases, shape, options, seed, shared=shared)
@@ -114,7 +114,7 @@ def test_random_batches(kernel: str, cases: list[Case], shape: Shape, options: O
 def latent(
     heads: int, dim: int, value_dim: int, dtype: str, rows: int = 6, *, is_int8: bool = False
 ) -> Shape:
-    """A cache of keys only, which all heads share, and whose first channels are the values."""
+    """Make a cache of keys only, which all heads share, and whose first channels are the values."""
     return Shape(
         heads,
         1,
@@ -329,8 +329,8 @@ def test_all_layers_share_the_plan_of_their_window() -> None:
 
 
 def plan_of(lens: np.ndarray, q_lens: np.ndarray, table: np.ndarray, heads: int) -> np.ndarray:
-    """The plan of rows that have `lens` positions after the step, in pages of 16. It raises if the plan does
-    not fit its array.
+    """Return the plan of rows that have `lens` positions after the step, in pages of 16. It raises if the
+    plan does not fit its array.
     """
     made = kernels.plan(
         jnp.asarray(lens - q_lens),

@@ -121,7 +121,7 @@ class Layer:
         weigh_input: bool = False,
         adapters: ExpertAdapters | None = None,
     ) -> np.ndarray:
-        """What the rows come to in float64, as transformers' modules for experts have it."""
+        """Return what the rows come to in float64, as transformers' modules for experts have it."""
         out = np.zeros((len(x), HIDDEN))
         for row, (chosen, shares) in enumerate(zip(ids, weights.astype(np.float64), strict=True)):
             for expert, share in zip(chosen, shares, strict=True):
@@ -138,7 +138,7 @@ class Layer:
 
 
 def low_rank(rows: AdapterRows, place: AdapterPlace, row: int, expert: int, given: np.ndarray) -> np.ndarray:
-    """What a row's adapter adds for one expert, from the layout that `ops.adapters` describes."""
+    """Return what a row's adapter adds for one expert, from the layout that `ops.adapters` describes."""
     slot, inputs = int(rows.slots[row]), place.in_size
     of_expert = len(place.parts) * inputs + sum(place.parts)
     begin = (place.begin + expert * of_expert) * rows.rank

@@ -38,7 +38,7 @@ def same_bits(one: Any, other: Any) -> None:
 
 
 def packed(weight: Any, bias: Any, kind: str) -> Packed:
-    """A packed weight with scale and bias in arrays of their own."""
+    """Make a packed weight with scale and bias in arrays of their own."""
     if kind == "int4":
         return Packed(jnp.asarray(code_leaf(weight)), None, jnp.asarray(bias))
     if kind == "bf16":

@@ -28,7 +28,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def attend(batch: Batch, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """The output in float32, and the rows of the cache's token `t` at [t, key or value, kv head]."""
+    """Return the output in float32, and the rows of the cache's token `t` at [t, key or value, kv head]."""
     out, cache = runner(native_paged_attention, shape, Options())(batch)
     rows = [cache[batch.table[0, t // shape.page], :, :, t % shape.page] for t in range(batch.q_lens[0])]
     return out.astype(np.float32), np.stack(rows)

@@ -120,13 +120,13 @@ def test_a_kernel_without_memory_fails_its_step_and_nothing_else(run: Callable[[
 
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state of a new process. What a test loads is forgotten afterwards."""
+    """Set up the state of a new process. What a test loads is forgotten afterwards."""
     monkeypatch.setattr(library, "_tried", {})
 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of the kind that the kernels are for, without a compiler."""
+    """Make this a machine of the kind that the kernels are for, without a compiler."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr(builder, "COMPILERS", ())

@@ -72,7 +72,7 @@ def logits(*values: float) -> np.ndarray:
 
 
 def check(rows: list[Row], got: list[np.ndarray]) -> int:
-    """Checks all rows. Returns the number of rows for which rounding could have changed nothing."""
+    """Check all rows. Returns the number of rows for which rounding could have changed nothing."""
     certain = 0
     for r, row in enumerate(rows):
         token = int(got[0][r])

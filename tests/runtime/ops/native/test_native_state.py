@@ -45,7 +45,7 @@ class Case:
     """The witness for inputs."""
 
     def of(self, tokens: Any) -> tuple[np.ndarray, ...]:
-        """The inputs of some of the tokens."""
+        """Return the inputs of some of the tokens."""
         return tuple(array[tokens] for array in self.inputs)
 
 
@@ -137,7 +137,7 @@ OPERATIONS: dict[str, Callable[[np.dtype, int], Case]] = {
 def run(
     case: Case, inputs: Sequence[np.ndarray], state_in: np.ndarray, rows: Sequence[Row]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs of the rows' tokens, and the state afterwards, from a copy of `state_in`."""
+    """Compute the outputs of the rows' tokens, and the state afterwards, from a copy of `state_in`."""
     arrays = {name: jnp.asarray(value) for name, value in exact.row_arrays(rows, ENTRIES).items()}
     out, after = case.run(
         *(jnp.asarray(array) for array in inputs), jnp.asarray(state_in.copy()), StateRows(**arrays)
@@ -212,7 +212,9 @@ def test_a_row_has_the_same_bits_in_any_chunks_beside_any_rows(name: str) -> Non
     sequence, others = order[:length], order[length:]
 
     def with_others(chunk: np.ndarray, rows: Sequence[Row], at: int) -> tuple[np.ndarray, np.ndarray]:
-        """A step of these rows, of which the one at `at` is the chunk; the rest have tokens of others."""
+        """Make a step of these rows, of which the one at `at` is the chunk; the rest have tokens of
+        others.
+        """
         tokens: list[int] = []
         first, own = 0, 0
         for number, row in enumerate(rows):

@@ -27,7 +27,7 @@ def compiled(activation: Any) -> Callable[..., Any]:
 def expected(
     step: Step, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, state: np.ndarray, silu: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same in float64, row by row and tap by tap."""
+    """Compute the same in float64, row by row and tap by tap."""
     kept = len(weight) - 1
     y, state = np.zeros(x.shape), state.astype(np.float64)
     before = [np.zeros((kept, CHANNELS)) if read is None else state[read] for read in step.reads]

@@ -63,7 +63,7 @@ def drawn(num_tokens: int, seed: int = 0) -> Inputs:
 
 
 def by_hand(inputs: Inputs, rows: list[Row]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The outputs of all tokens, and the new state, in float64."""
+    """Return the outputs of all tokens, and the new state, in float64."""
     qkv, z, ba, old, a_log, dt_bias, norm = (np.asarray(x, np.float64) for x in inputs)
     outputs, state, at = np.zeros((len(qkv), HV, DV)), old.copy(), 0
     for row in rows:
@@ -117,7 +117,7 @@ def _run(inputs: Inputs, of_rows: NDArray[np.int32], *, decode_only: bool, has_c
 def run(
     inputs: Inputs, rows: list[Row], *, decode_only: bool = False, has_cuts: bool = True
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """What the operation makes of these rows, of which those that are missing to four are padding."""
+    """Return what the operation makes of these rows, of which those that are missing to four are padding."""
     padded = [*rows, *[Row(0)] * (4 - len(rows))]
     of_rows = np.array(padded, np.int32).T
     out, state = _run(inputs, of_rows, decode_only=decode_only, has_cuts=has_cuts)

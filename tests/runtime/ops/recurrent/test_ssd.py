@@ -73,7 +73,7 @@ def run(inputs: Inputs, step: Step) -> tuple[NDArray[Any], NDArray[np.float32]]:
 
 
 def by_hand(inputs: Inputs, step: Step) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The outputs of all tokens, and the new state, in float64."""
+    """Return the outputs of all tokens, and the new state, in float64."""
     xbc, gate, dt, old, a_log, dt_bias, skip, norm = (np.asarray(x, np.float64) for x in inputs)
     outputs, new = np.zeros((len(xbc), INNER)), old.copy()
     for row, span, read, written, kept in zip(

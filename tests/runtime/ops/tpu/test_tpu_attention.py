@@ -35,7 +35,9 @@ TOLERANCE = 2e-2
 
 @functools.cache
 def step(shape: Shape, options: Options, *, decode: bool) -> Callable[..., Any]:
-    """A row's pages come round to each place on the chip more than once, so races would be found."""
+    """Make a step in which a row's pages come round to each place on the chip more than once, so races would
+    be found.
+    """
     interpret = pltpu.InterpretParams(detect_races=True)
     return runner(functools.partial(tpu_paged_attention, interpret=interpret), shape, options, decode=decode)
 
@@ -115,7 +117,7 @@ def test_tokens_of_a_picture_see_those_behind_them() -> None:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each copy that the interpreter makes between the device's memories."""
+    """Collect the bytes of each copy that the interpreter makes between the device's memories."""
     dma = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call").DMA
     write, found = dma.execute_write, []
 

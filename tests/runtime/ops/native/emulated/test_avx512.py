@@ -66,7 +66,7 @@ def ints(result: np.ndarray, count: int = 16) -> list[int]:
 
 
 def same(result: np.ndarray, expected: Iterable[float]) -> None:
-    """The same numbers, with the sign of zeros; NaN is like any other NaN."""
+    """Check for the same numbers, with the sign of zeros; NaN is like any other NaN."""
     wanted = np.asarray(list(expected), np.float32)
     got = floats(result, len(wanted))
     np.testing.assert_array_equal(got, wanted)
