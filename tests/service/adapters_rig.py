@@ -37,7 +37,7 @@ def spec(name: str, **fields: Any) -> weights_pb2.TensorSpec:
 
 
 def begin(name: str = "sql", specs: Iterable[weights_pb2.TensorSpec] | None = None, **fields: Any) -> Step:
-    """The first message of an adapter with TENSORS."""
+    """Return the first message of an adapter with TENSORS."""
     made = adapters_pb2.PushAdapterBegin(**({"name": name, "config_json": CONFIG} | fields))
     made.manifest.tensors.extend([spec(one) for one in TENSORS] if specs is None else specs)
     return Step(begin=made)
@@ -70,7 +70,7 @@ async def push(rig: Any, messages: Iterable[Step], **call: Any) -> adapters_pb2.
 
 
 def on_disk(folder: Path, name: str, content: str = "1") -> Path:
-    """A directory that the fake engine takes for an adapter."""
+    """Make a directory that the fake engine takes for an adapter."""
     (folder / name).mkdir(parents=True)
     (folder / name / "content").write_text(content)
     return folder / name

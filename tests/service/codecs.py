@@ -40,8 +40,8 @@ HARMONY_TEMPLATE = (
 
 
 def slow_codec(monkeypatch: pytest.MonkeyPatch) -> tuple[TextCodec, threading.Event, list[str]]:
-    """A byte codec that waits before it encodes, the event that lets it go on, and the texts that it got so
-    far. Even short texts are encoded in a thread then.
+    """Make a byte codec that waits before it encodes, the event that lets it go on, and the texts that it got
+    so far. Even short texts are encoded in a thread then.
     """
     monkeypatch.setattr(generate, "INLINE_CHARS", 0)
     gate = threading.Event()
@@ -61,8 +61,8 @@ def slow_codec(monkeypatch: pytest.MonkeyPatch) -> tuple[TextCodec, threading.Ev
 def byte_codec(
     chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ...] = (), end: str = END
 ) -> TextCodec:
-    """A codec in which token b is the byte b, 256 is the special end token, and then come `markers`, which
-    are special, too.
+    """Make a codec in which token b is the byte b, 256 is the special end token, and then come `markers`,
+    which are special, too.
     """
     tokenizer = byte_tokenizer(end, markers)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
@@ -76,9 +76,9 @@ LLAMA2_VOCAB = 272
 
 
 def llama2_codec() -> TextCodec:
-    """A codec of Llama 2's kind, as Mistral's and Phi 3's are, too: U+2581 is a space and is put before each
-    text, and the decoder strips one space from the beginning. The first 256 tokens are bytes, and 256 is the
-    special end token.
+    """Make a codec of Llama 2's kind, as Mistral's and Phi 3's are, too: U+2581 is a space and is put before
+    each text, and the decoder strips one space from the beginning. The first 256 tokens are bytes, and 256 is
+    the special end token.
     """
     words = ["</s>", "<s>", "\u2581", "a", "b", "\u2581a", "\u2581b", "\u2581the", *"the", "th", "the"]
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {w: 256 + i for i, w in enumerate(words)}
@@ -102,10 +102,10 @@ def llama2_codec() -> TextCodec:
 
 
 def qwen_codec() -> TextCodec:
-    """A codec of bytes and of the markers of Qwen's reasoning and tool calls."""
+    """Make a codec of bytes and of the markers of Qwen's reasoning and tool calls."""
     return byte_codec(QWEN_TEMPLATE, MARKERS)
 
 
 def harmony_codec() -> TextCodec:
-    """A codec of bytes and of the markers of gpt-oss."""
+    """Make a codec of bytes and of the markers of gpt-oss."""
     return byte_codec(HARMONY_TEMPLATE, HARMONY_MARKERS, "<|return|>")

@@ -44,12 +44,12 @@ def prompt_logprobs_of(token_ids: Sequence[int], top: int) -> tuple[TokenLogprob
 
 
 def hidden_of(token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """The made-up hidden state after these tokens: their number, their sum, the last one and 1."""
+    """Return the made-up hidden state after these tokens: their number, their sum, the last one and 1."""
     return np.array([len(token_ids), sum(token_ids), token_ids[-1], 1], np.float32)
 
 
 def pooled_of(token_ids: Sequence[int], pooling: Pooling) -> NDArray[np.float32]:
-    """The made-up embedding of these tokens."""
+    """Return the made-up embedding of these tokens."""
     if pooling is Pooling.LAST_TOKEN:
         return hidden_of(token_ids)
     states = np.stack([hidden_of(token_ids[: end + 1]) for end in range(len(token_ids))])
@@ -137,7 +137,7 @@ class Running:
     def output(
         self, new: Sequence[int], finish: Finish | None, timing: RequestTiming | None, generation: int
     ) -> StepOutput:
-        """The engine's output for the newest tokens. With the first of them come the prompt's
+        """Return the engine's output for the newest tokens. With the first of them come the prompt's
         log-probabilities.
         """
         request = self.request
@@ -163,7 +163,7 @@ class Running:
         )
 
     def failed(self, error: Exception) -> StepOutput:
-        """The engine's last output where this error ends it."""
+        """Return the engine's last output where this error ends it."""
         timing = replace(self.timing, finished_ns=time.monotonic_ns())
         return StepOutput(self.request.request_id, error=error, timing=timing)
 

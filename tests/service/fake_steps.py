@@ -28,21 +28,21 @@ class FakeSteps:
         """The outputs that this step has ended."""
 
     def begin(self, step_id: int, running: Sequence[Running], tokens_per_step: int) -> None:
-        """A step of these outputs begins."""
+        """Note that a step of these outputs begins."""
         now_ns = time.monotonic_ns()
         rows = tuple(_row(slot, each, tokens_per_step) for slot, each in enumerate(running))
         num_steps = 1 if any(row.token_ids is not None for row in rows) else tokens_per_step
         self._planned = Planned(Plan(step_id, rows, num_steps=num_steps), now_ns, time.monotonic_ns())
 
     def ended(self, running: Running, output: StepOutput) -> None:
-        """An output has ended, in a step or between two."""
+        """Note that an output has ended, in a step or between two."""
         if self._planned is None:
             self.recording.ended(running.request, output, len(running.made))
         else:
             self._ended.append((running, output))
 
     def commit(self, outputs: Sequence[StepOutput], load: Load) -> None:
-        """The step has made these outputs."""
+        """Note that the step has made these outputs."""
         assert self._planned is not None
         plan, now_ns = self._planned.plan, time.monotonic_ns()
         done = Done(

@@ -296,7 +296,7 @@ def _went_live(future: Future[Any]) -> bool:
 
 
 def _read_file(uri: str, roots: Sequence[Path]) -> tuple[list[SentTensor], list[bytes]]:
-    """The file has the bytes of all tensors, in order."""
+    """Read the file, which has the bytes of all tensors, in order."""
     path = Path(uri.removeprefix("file://"))
     if not any(root in path.parents for root in roots):
         raise InvalidRequest([Violation("begin.uri", "is not below a directory that is allowed")])

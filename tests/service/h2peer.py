@@ -41,17 +41,17 @@ class Frame:
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A frame in the form of the wire."""
+    """Make a frame in the form of the wire."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
 def literal(name: str, value: bytes) -> bytes:
-    """A header field that no table remembers, without Huffman's code (RFC 7541, 6.2.2)."""
+    """Make a header field that no table remembers, without Huffman's code (RFC 7541, 6.2.2)."""
     return b"\0" + _length(len(name)) + name.encode() + _length(len(value)) + value
 
 
 def _length(value: int) -> bytes:
-    """An integer with a prefix of 7 bits (RFC 7541, 5.1)."""
+    """Make an integer with a prefix of 7 bits (RFC 7541, 5.1)."""
     if value < 127:
         return bytes([value])
     out, value = [127], value - 127
@@ -62,7 +62,7 @@ def _length(value: int) -> bytes:
 
 
 def grpc_message(data: bytes) -> bytes:
-    """A message with gRPC's prefix: not compressed, four bytes of length."""
+    """Make a message with gRPC's prefix: not compressed, four bytes of length."""
     return struct.pack(">BI", 0, len(data)) + data
 
 
@@ -175,11 +175,11 @@ class Peer:
             await asyncio.wait([self._reading])
 
     def of(self, stream: int, kind: int | None = None) -> list[Frame]:
-        """The frames of a stream; 0 stands for those of the connection."""
+        """Return the frames of a stream; 0 stands for those of the connection."""
         return [f for f in self.frames if f.stream == stream and kind in (None, f.kind)]
 
     def headers(self, stream: int) -> dict[str, bytes]:
-        """The fields of headers and trailers so far."""
+        """Return the fields of headers and trailers so far."""
         return dict(self._headers.get(stream, ()))
 
     def ended(self, stream: int) -> bool:
@@ -191,7 +191,7 @@ class Peer:
         return b"".join(f.payload for f in self.of(stream, DATA))
 
     async def message(self, stream: int) -> bytes:
-        """The first message of the stream, once it has arrived."""
+        """Return the first message of the stream, once it has arrived."""
 
         def is_whole() -> bool:
             body = self.body(stream)
@@ -202,7 +202,9 @@ class Peer:
         return body[5 : 5 + struct.unpack(">I", body[1:5])[0]]
 
     async def status(self, stream: int) -> int:
-        """The number of the status that the RPC ended with, once it has. Fails if the stream was reset."""
+        """Return the number of the status that the RPC ended with, once it has. Fails if the stream was
+        reset.
+        """
         await self.until(lambda: self.ended(stream))
         return int(self.headers(stream)["grpc-status"])
 
@@ -241,7 +243,7 @@ class Decoder:
         self._block = b""
 
     def decode(self, block: bytes) -> list[tuple[str, bytes]]:
-        """The fields of a block. Only a few fields of the static table have names here."""
+        """Return the fields of a block. Only a few fields of the static table have names here."""
         self._block, self._at = block, 0
         fields = []
         while self._at < len(block):

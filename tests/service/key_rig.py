@@ -17,7 +17,7 @@ Metadata = list[tuple[str, str]]
 
 
 def key(name: str, roles: frozenset[Role] = INFER, **fields: Any) -> KeyEntry:
-    """An entry whose secret is "psk_" and the name."""
+    """Make an entry whose secret is "psk_" and the name."""
     return KeyEntry(**({"id": name, "sha256": digest_of(f"psk_{name}"), "roles": roles} | fields))
 
 
@@ -36,7 +36,7 @@ def write(file: Path, entries: Iterable[KeyEntry]) -> Path:
 async def serving_keys(
     file: Path, *entries: KeyEntry, engine: Any = None, **options: Any
 ) -> AsyncIterator[Rig]:
-    """A server that asks for one of these keys."""
+    """Run a server that asks for one of these keys."""
     write(file, entries)
     async with serving(engine, keys=file, **options) as rig:
         yield rig

@@ -94,7 +94,7 @@ async def serving(
     group: GroupLeader | None = None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """A server on `engine` (by default a free-running fake one).
+    """Run a server on `engine` (by default a free-running fake one).
 
     At its stop, requests that still run are aborted at once. One that is traced waits for them, because the
     last spans have what is left of the grace: without any they would be lost on a busy machine.
@@ -122,7 +122,7 @@ async def serving(
 
 
 def fake(**options: Any) -> FakeEngine:
-    """A fake engine with the byte tokenizer."""
+    """Make a fake engine with the byte tokenizer."""
     return FakeEngine(**({"codec": CODEC} | options))
 
 
@@ -202,7 +202,7 @@ def taken_apart(error: grpc.aio.AioRpcError) -> Failure:
 
 
 async def failure_of(call: Awaitable[Any]) -> Failure:
-    """The failure of a call, which must fail."""
+    """Return the failure of a call, which must fail."""
     try:
         async with asyncio.timeout(WAIT_S):
             reply = await call
@@ -212,7 +212,7 @@ async def failure_of(call: Awaitable[Any]) -> Failure:
 
 
 async def read_all(call: Any) -> AsyncIterator[inference_pb2.StreamResponse]:
-    """The rest of a stream that was begun with read(). Raises its failure."""
+    """Yield the rest of a stream that was begun with read(). Raises its failure."""
     async with asyncio.timeout(3 * WAIT_S):
         while (message := await call.read()) is not grpc.aio.EOF:
             yield message
@@ -243,7 +243,7 @@ async def collect(call: Any) -> list[inference_pb2.StreamResponse]:
 
 
 def joined(messages: Sequence[inference_pb2.StreamResponse]) -> inference_pb2.GenerateResponse:
-    """What Generate would have answered, computed from the messages of a stream."""
+    """Return what Generate would have answered, computed from the messages of a stream."""
     started, summary = messages[0].started, messages[-1].summary
     ends = {m.finished.index: m.finished.finish for m in messages if m.HasField("finished")}
     outputs = [inference_pb2.Output(index=i, finish=finish) for i, finish in sorted(ends.items())]
@@ -272,7 +272,7 @@ def joined(messages: Sequence[inference_pb2.StreamResponse]) -> inference_pb2.Ge
 
 
 def generate(prompt: str | None = None, **fields: Any) -> inference_pb2.GenerateRequest:
-    """A GenerateRequest; stopping, sampling and output may be dicts."""
+    """Make a GenerateRequest; stopping, sampling and output may be dicts."""
     return inference_pb2.GenerateRequest(**_fields(prompt, fields))
 
 

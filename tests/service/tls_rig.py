@@ -21,7 +21,7 @@ def listening(folder: Path = CERTS, name: str = "server", *, client_ca: Path | N
 
 
 def secure(address: str, *, ca: Path = CA, client: str | None = None) -> grpc.aio.Channel:
-    """A channel that trusts `ca`, and shows the certificate `client`."""
+    """Make a channel that trusts `ca`, and shows the certificate `client`."""
     key, chain = (
         (None, None)
         if client is None
@@ -31,7 +31,7 @@ def secure(address: str, *, ca: Path = CA, client: str | None = None) -> grpc.ai
 
 
 async def shown(port: int | None) -> str:
-    """The common name in the certificate that a new connection gets."""
+    """Return the common name in the certificate that a new connection gets."""
     context = ssl.create_default_context(cafile=CA)
     context.set_alpn_protocols(["h2"])
     async with asyncio.timeout(20):

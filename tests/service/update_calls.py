@@ -35,13 +35,13 @@ async def push_adapter(
 
 
 async def _streamed(address: str, service: Any, method: str, messages: Iterable[Any], **call: Any) -> Any:
-    """The call is made by a sync stub, because asyncio's forgets the status of a call that the server ends
-    while a message is written (https://github.com/grpc/grpc/issues/36066).
+    """Make the call by a sync stub, because asyncio's forgets the status of a call that the server ends while
+    a message is written (https://github.com/grpc/grpc/issues/36066).
     """
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def note(_: object) -> None:
-        """Called on a thread of gRPC's, maybe when the test is over."""
+        """Note the end; called on a thread of gRPC's, maybe when the test is over."""
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(ended.set)
 

@@ -19,12 +19,12 @@ Tensors = Mapping[str, tuple[SentTensor, bytes]]
 
 
 def fake_tensors(fill: int) -> dict[str, tuple[SentTensor, bytes]]:
-    """New weights for the fake engine: every byte is `fill`."""
+    """Make new weights for the fake engine: every byte is `fill`."""
     return {name: (sent, bytes([fill]) * num_bytes(sent)) for name, sent in TENSORS.items()}
 
 
 def spec(sent: SentTensor, data: bytes | None = None) -> weights_pb2.TensorSpec:
-    """A tensor of a manifest. With `data` it has the checksum of these bytes."""
+    """Make a tensor of a manifest. With `data` it has the checksum of these bytes."""
     return weights_pb2.TensorSpec(
         name=sent.name,
         dtype=weights_pb2.DataType.Value(f"DATA_TYPE_{sent.dtype}"),
@@ -34,7 +34,7 @@ def spec(sent: SentTensor, data: bytes | None = None) -> weights_pb2.TensorSpec:
 
 
 def begin(tensors: Tensors | None = None, update_id: str = "u", label: str = "new", **fields: Any) -> Step:
-    """The first message. Without tensors it has no manifest."""
+    """Return the first message. Without tensors it has no manifest."""
     made = weights_pb2.UpdateWeightsBegin(update_id=update_id, version_label=label, **fields)
     if tensors is not None:
         made.manifest.tensors.extend([spec(sent, data) for sent, data in tensors.values()])

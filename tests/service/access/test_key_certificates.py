@@ -24,12 +24,12 @@ def file(tmp_path):
 
 
 def certificate(name: str, *names: str, **fields: Any):
-    """An entry without a key."""
+    """Make an entry without a key."""
     return key(name, certificates=names, sha256="", **fields)
 
 
 async def flushed(channel: grpc.aio.Channel, **more: Any) -> str:
-    """The answer of an RPC that needs the role control: "OK", or the reason."""
+    """Return the answer of an RPC that needs the role control: "OK", or the reason."""
     stub: Any = control_pb2_grpc.ControlServiceStub(channel)
     try:
         await asyncio.wait_for(stub.FlushCache(control_pb2.FlushCacheRequest(), **more), 20)

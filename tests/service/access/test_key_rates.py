@@ -43,7 +43,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def clock() -> Clock:
-    """The clock that rates are measured by."""
+    """Return the clock that rates are measured by."""
     return Clock()
 
 

@@ -77,7 +77,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be seve
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A file of keys of user 1001 that group 1002 may read, in a folder where everybody may write."""
+    """Yield a file of keys of user 1001 that group 1002 may read, in a folder where everybody may write."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o777)

@@ -45,7 +45,7 @@ async def outcomes(rig, request, name: str) -> list[tuple[str, Any]]:
 
 
 async def started(rig, *requests: tuple[str, str]) -> list[asyncio.Future[Any]]:
-    """Requests (caller, id) that run on a held engine."""
+    """Start requests (caller, id) that run on a held engine."""
     calls = []
     for number, (name, request_id) in enumerate(requests, 1):
         request = generate("a", request_id=request_id)

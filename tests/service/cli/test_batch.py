@@ -45,7 +45,7 @@ class Files:
         )
 
     def answers(self) -> dict[str, Any]:
-        """The lines of the output by their custom_ids, of which there is one each."""
+        """Return the lines of the output by their custom_ids, of which there is one each."""
         lines = [json.loads(data) for data in self.output.read_text().splitlines()]
         found = {one["custom_id"]: one for one in lines}
         assert len(found) == len(lines)

@@ -63,7 +63,7 @@ def header_of(file: Path) -> dict[str, Any]:
 
 
 def write_llama_70b(folder: Path) -> int:
-    """A checkpoint of the real size, whose file is all holes. Returns the number of its parameters."""
+    """Write a checkpoint of the real size, whose file is all holes. Returns the number of its parameters."""
     hidden, inner, vocab, kv = 8192, 28672, 128256, 1024
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),

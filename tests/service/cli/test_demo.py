@@ -75,7 +75,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
 
 @pytest.fixture
 def port():
-    """A port below those that the system assigns, so that no test that runs meanwhile is given it."""
+    """Find a port below those that the system assigns, so that no test that runs meanwhile is given it."""
     for candidate in random.sample(range(20000, 32000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", candidate))

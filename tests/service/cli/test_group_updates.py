@@ -96,7 +96,7 @@ def test_all_processes_get_the_new_weights(updated: Updated, source: str, stagin
 
 
 def with_nan() -> dict[str, NDArray[Any]]:
-    """The golden's tensors, the last of which has a value that is none."""
+    """Return the golden's tensors, the last of which has a value that is none."""
     name = max(NEW)
     bad = NEW[name].copy()
     bad.reshape(-1)[-1] = np.nan

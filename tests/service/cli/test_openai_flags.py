@@ -23,7 +23,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def told(*arguments: str) -> Settings | None:
-    """What the front of a server with these flags is told."""
+    """Return what the front of a server with these flags is told."""
     args = parse(*arguments)
     with socket_for_the_front(args):
         return front_settings(args, server_options(args))

@@ -26,7 +26,7 @@ SETTINGS = Settings(addr="unix:/nonexistent", port=0, grace_s=0.0)
 
 @contextlib.asynccontextmanager
 async def kept(settings: Settings = SETTINGS, **more: str) -> AsyncIterator[OpenAIFront]:
-    """A front that is started."""
+    """Hold a front that is started."""
     front = OpenAIFront(settings, **more)
     front.start()
     try:

@@ -26,7 +26,7 @@ REPORT = Report(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the command asks to be made."""
+    """Return what the command asks to be made."""
     calls: list[Any] = []
 
     def stand_in(source: Path, target: Path, options: QuantiseOptions) -> Report:

@@ -86,17 +86,17 @@ def running(*command: str) -> Iterator[Process]:
 
 
 def process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
-    """The command itself."""
+    """Run the command itself."""
     return running("-m", "penstock.cli", "serve", *arguments)
 
 
 def fake_process(*arguments: str) -> contextlib.AbstractContextManager[Process]:
-    """The command on the fake engine at ten tokens a second; see tests/service/serve_fake.py."""
+    """Run the command on the fake engine at ten tokens a second; see tests/service/serve_fake.py."""
     return running("-m", "tests.service.serve_fake", *arguments)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Find a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -28,7 +28,7 @@ def url_of(server: Process) -> str:
 
 
 def fronts_of(server: Process) -> list[int]:
-    """The process ids of the server's front: one, or none while another is started."""
+    """Return the process ids of the server's front: one, or none while another is started."""
     pid = server.popen.pid
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -39,7 +39,7 @@ def fronts_of(server: Process) -> list[int]:
 
 
 def front_of(server: Process) -> int:
-    """The process id of the server's front."""
+    """Return the process id of the server's front."""
     (front,) = fronts_of(server)
     return front
 
@@ -59,7 +59,7 @@ def until_gone(pid: int) -> None:
 
 
 def text_of(line: str) -> str:
-    """The text in a line of a stream of completions."""
+    """Return the text in a line of a stream of completions."""
     if not line.startswith("data: {"):
         return ""
     return "".join(choice["text"] for choice in json.loads(line.removeprefix("data: "))["choices"])

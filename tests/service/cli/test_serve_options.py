@@ -453,7 +453,7 @@ def test_every_option_of_the_engine_can_be_given() -> None:
 
 
 def names_of(options: Any) -> set[str]:
-    """The names of its fields; a field that is a group of options stands for those of the group."""
+    """Return the names of its fields; a field that is a group of options stands for those of the group."""
     names: set[str] = set()
     for field in dataclasses.fields(options):
         group = field.default_factory if field.default is dataclasses.MISSING else field.default

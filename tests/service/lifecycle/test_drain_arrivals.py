@@ -36,7 +36,7 @@ UNAVAILABLE = 14
 
 
 async def check_refused(peer: Peer, call: int) -> None:
-    """The error says that this server is stopping, and which request it was."""
+    """Check that the error says that this server is stopping, and which request it was."""
     assert await peer.status(call) == UNAVAILABLE
     found = reasons(peer, call)
     assert found["reason"] == "DRAINING"
@@ -58,7 +58,7 @@ def under_way(rig: Rig) -> int:
 
 @contextlib.asynccontextmanager
 async def accepted(peer: Peer, rig: Rig) -> AsyncIterator[None]:
-    """A call whose request is in the engine, and which comes to its end although the server stops
+    """Hold a call whose request is in the engine, and which comes to its end although the server stops
     meanwhile.
     """
     running = await peer.call(STREAM, stream("a").SerializeToString())
@@ -118,7 +118,9 @@ IN_LANES = {
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """An event that is set once the tokenizer has a long text, which it keeps until the test has ended."""
+    """Yield an event that is set once the tokenizer has a long text, which it keeps until the test has
+    ended.
+    """
     entered, gate = threading.Event(), threading.Event()
     encode = CODEC.encode
 

@@ -45,7 +45,7 @@ async def watch_without_reading(peer: Peer, service: str = "") -> int:
 
 @contextlib.asynccontextmanager
 async def empty_server() -> AsyncIterator[Rig]:
-    """A server that has no engine yet."""
+    """Run a server that has no engine yet."""
     server = PenstockServer(ServerOptions(port=0, grace_s=0.0))
     await server.start()
     async with grpc.aio.insecure_channel(server.address) as channel:
@@ -168,7 +168,7 @@ async def test_list_has_every_service():
 
 @contextlib.asynccontextmanager
 async def only_health(health: Health) -> AsyncIterator[tuple[str, Any]]:
-    """A server that has only health: its address and a stub."""
+    """Run a server that has only health, and yield its address and a stub."""
     server = grpc.aio.server(interceptors=[PenstockInterceptor(Telemetry())])
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -166,12 +166,12 @@ def test_what_grpc_is_told() -> None:
 
 
 def held(rig: Rig, method: str = GENERATE) -> Any:
-    """A call whose headers are sent and whose message is not."""
+    """Make a call whose headers are sent and whose message is not."""
     return rig.channel.stream_stream(method)(wait_for_ready=True)
 
 
 async def refused(rig: Rig, method: str = GENERATE) -> Failure:
-    """The failure of a call that sends its headers only."""
+    """Return the failure of a call that sends its headers only."""
     return await failure_of(held(rig, method).read())
 
 

@@ -14,7 +14,9 @@ def clock() -> Clock:
 
 
 def busy(clock: Clock, *, active: int, per_second: float, seconds: int) -> Pace:
-    """A pace at which this many were under way all the time, and this many ended each second, evenly."""
+    """Return a pace at which this many were under way all the time, and this many ended each second,
+    evenly.
+    """
     pace = Pace(clock)
     pace.entered(active)
     for _ in range(round(seconds * per_second)):

@@ -37,7 +37,7 @@ async def at_once() -> bytes:
 
 
 async def waiting(places: Receiving, peer: str, kind: Kind = Kind.WORK) -> asyncio.Task[bytes]:
-    """A message that does not come; it has a place, or was refused one."""
+    """Wait for a message that does not come; it has a place, or was refused one."""
     task = asyncio.create_task(places.message(kind, peer, never))
     for _ in range(10):
         await asyncio.sleep(0)

@@ -28,7 +28,7 @@ READING = (
 
 @asynccontextmanager
 async def both(engine: Any = None, **options: Any) -> AsyncIterator[tuple[Rig, Rig]]:
-    """The main address, and the address of control."""
+    """Serve the main address, and the address of control."""
     options = {"listen": ListenOptions(control_port=0)} | options
     async with serving(engine, **options) as main:
         address = main.server.addresses.control_address

@@ -36,7 +36,7 @@ async def check_answers(rig: Rig) -> None:
 
 
 def reasons(peer: Peer, stream: int) -> dict[str, str]:
-    """The reason and the request's id in the status's details."""
+    """Return the reason and the request's id in the status's details."""
     status = status_pb2.Status.FromString(peer.headers(stream)["grpc-status-details-bin"].removeprefix(b"\0"))
     found: dict[str, str] = {}
     for packed in status.details:

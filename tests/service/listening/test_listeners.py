@@ -23,7 +23,7 @@ from tests.service.tls_rig import CA, CERTS
 
 
 async def text_of(address: str) -> str:
-    """The answer of one call at the address."""
+    """Return the answer of one call at the address."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         reply = await stub.Generate(generate("y"), timeout=20)

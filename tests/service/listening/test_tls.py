@@ -112,7 +112,9 @@ async def test_plaintext_has_no_certificate() -> None:
 
 @contextlib.asynccontextmanager
 async def naming(files: TlsFiles | None) -> AsyncIterator[str]:
-    """A server whose one method answers with the names in the caller's certificate; yields its address."""
+    """Run a server whose one method answers with the names in the caller's certificate; yields its
+    address.
+    """
 
     async def names(request: bytes, context: Any) -> bytes:
         return "\n".join(certificate_names(context)).encode()

@@ -48,7 +48,7 @@ class FrontRig:
 
 
 def listening() -> socket.socket:
-    """A socket that listens on a loopback port that the system chose."""
+    """Make a socket that listens on a loopback port that the system chose."""
     made = socket.create_server(("127.0.0.1", 0))
     made.setblocking(False)
     return made
@@ -58,7 +58,7 @@ def listening() -> socket.socket:
 async def fronting(
     addr: str, endpoints: Sequence[Endpoint] = ENDPOINTS, **settings: Any
 ) -> AsyncIterator[tuple[Front, HttpServer, str]]:
-    """A front of a server that runs: the front, what serves it, and its URL."""
+    """Run a front of a server that runs, and yield the front, what serves it, and its URL."""
     chosen: dict[str, Any] = {"addr": addr, "port": 0, "grace_s": 0.0}
     front = Front.made(Settings(**(chosen | settings)))
     server, found = HttpServer(front, endpoints), listening()
@@ -81,8 +81,8 @@ async def front_rig(
     key: str = "unused",
     **options: Any,
 ) -> AsyncIterator[FrontRig]:
-    """A front with these settings, before a server with these options on `engine` (by default a free-running
-    fake one). `key` is what OpenAI's client sends.
+    """Run a front with these settings, before a server with these options on `engine` (by default a
+    free-running fake one). `key` is what OpenAI's client sends.
     """
     async with (
         serving(engine, **options) as grpc,

@@ -18,7 +18,7 @@ UPDATES = {"adapter_updates": True}
 
 
 def engine(folder: Path) -> Any:
-    """A fake engine with the adapter "sql" loaded, and "law" on the disk."""
+    """Make a fake engine with the adapter "sql" loaded, and "law" on the disk."""
     made = fake(max_adapters=2, adapter_dir=folder)
     made.adapters.load("sql", on_disk(folder, "sql"))
     on_disk(folder, "law", "2")

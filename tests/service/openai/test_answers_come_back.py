@@ -42,7 +42,7 @@ CUTS = st.lists(st.integers(0, 12), max_size=3)
 
 
 def taken(body: type[Body], **fields: Any) -> Any:
-    """The request as the front reads it."""
+    """Return the request as the front reads it."""
     return reading._parsed(json_bytes({"model": "demo", **fields}), body, set())
 
 
@@ -58,7 +58,7 @@ def turn_of_response(response: Any) -> ChatMessage:
 
 
 def message_of(chunks: list[bytes]) -> dict[str, Any]:
-    """What a program adds up of the chunks of a stream."""
+    """Return what a program adds up of the chunks of a stream."""
     message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": ""}
     calls: dict[int, Any] = {}
     for chunk in chunks:

@@ -14,7 +14,7 @@ from tests.service.openai.rig import FrontRig, front_rig
 
 
 def unit(token_ids: list[int], size: int = HIDDEN_SIZE) -> list[float]:
-    """The fake engine's state after these tokens, cut and divided by its length."""
+    """Return the fake engine's state after these tokens, cut and divided by its length."""
     kept = [float(number) for number in pooled_of(token_ids, Pooling.LAST_TOKEN)[:size]]
     length = sum(number * number for number in kept) ** 0.5
     return [number / length for number in kept]

@@ -110,7 +110,7 @@ async def test_an_id_that_is_none_is_replaced(sent: str) -> None:
 
 
 def metadata_of(monkeypatch: pytest.MonkeyPatch, rig: Any) -> list[dict[str, str]]:
-    """The metadata of each RPC that the front makes from now on."""
+    """Return the metadata of each RPC that the front makes from now on."""
     found: list[dict[str, str]] = []
     client = rig.front.backend.client
     sent = client._sent

@@ -23,7 +23,7 @@ VALIDATOR = "openapi-spec-validator==0.9.0"
 
 @pytest.fixture
 def made() -> Any:
-    """The document, as programs read it."""
+    """Return the document, as programs read it."""
     return json.loads(json.dumps(document(ENDPOINTS, "1.2.3")))
 
 

@@ -70,7 +70,7 @@ PATHS = ["/whole", "/streamed"]
 
 
 async def lines(reply: Any) -> AsyncIterator[str]:
-    """The data of the events of a reply."""
+    """Yield the data of the events of a reply."""
     async for line in reply.aiter_lines():
         if line:
             assert line.startswith("data: ")

@@ -43,7 +43,7 @@ class Server:
         return self.told
 
     def taken(self) -> list[str]:
-        """What was asked since the last look."""
+        """Return what was asked since the last look."""
         asked, self.asked = self.asked, []
         return asked
 

@@ -77,7 +77,7 @@ def test_the_tool_is_strict() -> None:
 
 
 async def completed(client: openai.AsyncOpenAI, streamed: bool, **fields: Any) -> Any:
-    """The completion, which OpenAI's client has parsed, or put together of chunks and parsed."""
+    """Return the completion, which OpenAI's client has parsed, or put together of chunks and parsed."""
     fields = {"model": "demo", "temperature": 0, "max_completion_tokens": 80, **fields}
     if not streamed:
         return await client.chat.completions.parse(**fields)

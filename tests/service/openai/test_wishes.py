@@ -136,14 +136,14 @@ search.
 
 
 def read(path: str, **fields: Any) -> tuple[Any, set[str]]:
-    """The body with these fields, and which have no effect."""
+    """Return the body with these fields, and which have no effect."""
     ignored: set[str] = set()
     data = json.dumps(LEAST[path] | fields).encode()
     return reading._parsed(data, BODIES[path], ignored), ignored
 
 
 async def send(rig: FrontRig, path: str, **fields: Any) -> tuple[int, set[str]]:
-    """The status, and the fields that the header names."""
+    """Return the status, and the fields that the header names."""
     reply = await rig.http.post(path, json=LEAST[path] | fields)
     told = reply.headers.get("x-penstock-ignored", "")
     return reply.status_code, set(told.split(", ")) - {""}

@@ -53,7 +53,7 @@ def ends_well(*arguments: str) -> None:
 
 
 def drawn_as(config: pytest.Config) -> list[str]:
-    """The options by which a run draws the same third as this one; none for all tests."""
+    """Return the options by which a run draws the same third as this one; none for all tests."""
     options = {name: config.getoption(name) for name in ("draw", "touched")}
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 

@@ -46,7 +46,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def served(rig: Rig) -> str:
-    """The text that a new connection gets, as soon as it gets one."""
+    """Return the text that a new connection gets, as soon as it gets one."""
     own = [("grpc.use_local_subchannel_pool", 1)]
     async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(rig.server.address, options=own) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -194,7 +194,7 @@ def num_sockets(pid: int) -> int:
 
 
 def fronts_of(pid: int) -> list[int]:
-    """The ids of the front processes of a server."""
+    """Return the ids of the front processes of a server."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

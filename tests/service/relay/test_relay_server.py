@@ -120,7 +120,7 @@ async def test_a_slow_reader_holds_back_its_own_stream_and_no_other() -> None:
 
 
 def messages_of(body: bytes) -> list[inference_pb2.StreamResponse]:
-    """The messages of a stream, from its bytes with gRPC's prefixes."""
+    """Return the messages of a stream, from its bytes with gRPC's prefixes."""
     found = []
     while body:
         end = 5 + int.from_bytes(body[1:5])

@@ -25,7 +25,7 @@ LAST = StepOutput("", (98,), finish=Finish(FinishReason.EOS))
 
 
 def reader(board, engine, *names, assembler=None, stalls=None, **options):
-    """The reader of a request with these outputs, and their buffers."""
+    """Return the reader of a request with these outputs, and their buffers."""
     budget = ReplyBudget(ReplyLimits())
     made = RequestReader(engine, names[0], budget, stalls or StallLog(), **options)
     buffers = [

@@ -67,7 +67,7 @@ class With:
 
 
 def nested(message: Any, path: str, value: Any) -> Any:
-    """The message with `value` in the field at `path`."""
+    """Return the message with `value` in the field at `path`."""
     name, _, rest = path.partition(".")
     return With(message, **{name: nested(getattr(message, name), rest, value) if rest else value})
 

@@ -23,7 +23,7 @@ LETTERS = "abcdefghijklmnopqrst"
 
 
 async def answer(rig, prompt=LETTERS, **fields):
-    """Generate's reply. Stream must say the same about the prompt."""
+    """Return Generate's reply. Stream must say the same about the prompt."""
     fields = {"output": {"echo_prompt_token_ids": True}, **fields}
     reply = await asyncio.wait_for(rig.inference.Generate(generate(prompt, **fields)), 20)
     messages = await collect(rig.inference.Stream(stream(prompt, **fields)))

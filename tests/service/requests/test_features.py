@@ -26,7 +26,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 
 
 async def refusals(rig: Rig, **fields: Any) -> list[Failure]:
-    """The refusals of Generate and Stream."""
+    """Return the refusals of Generate and Stream."""
     prompt = None if "chat" in fields else "a"
     return [
         await failure_of(rig.inference.Generate(generate(prompt, **fields))),

@@ -69,7 +69,7 @@ async def test_refusals_beside_too_many_others_are_cancelled(
 
 
 def deaf(rig: Rig) -> socket.socket:
-    """A connection whose other end never reads, and has little room for what it is sent."""
+    """Make a connection whose other end never reads, and has little room for what it is sent."""
     host, _, port = rig.server.address.rpartition(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

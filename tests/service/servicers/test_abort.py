@@ -30,7 +30,7 @@ async def seen(rig, number):
 
 
 async def started(rig, *names):
-    """Requests on a held engine. Each that runs has generated two tokens."""
+    """Start requests on a held engine. Each that runs has generated two tokens."""
     calls = []
     # one by one, because calls that are sent together may arrive in any order
     for number, name in enumerate(names, 1):
@@ -120,7 +120,7 @@ async def test_aborted_while_waiting_has_no_times_it_never_had():
 
 @contextlib.asynccontextmanager
 async def tokenizing(monkeypatch, *calls):
-    """A server whose tokenizer is busy with the prompts of `calls`, and an event that lets it go on."""
+    """Yield a server whose tokenizer is busy with the prompts of `calls`, and an event that lets it go on."""
     codec, gate, encoding = slow_codec(monkeypatch)
     async with serving(fake(codec=codec)) as rig:
         running = [asyncio.ensure_future(call(rig)) for call in calls]

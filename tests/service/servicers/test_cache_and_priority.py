@@ -57,7 +57,7 @@ def started() -> Iterator[tuple[Any, Brake]]:
 
 @pytest.fixture
 def engine(started: tuple[Any, Brake]) -> Any:
-    """An engine with an empty prefix cache."""
+    """Make an engine with an empty prefix cache."""
     started[0].flush_prefix_cache()
     return Kept(started[0])
 
@@ -72,7 +72,7 @@ _numbers = itertools.count()
 
 
 def new_prompt(length: int) -> list[int]:
-    """A prompt that begins differently from all others."""
+    """Make a prompt that begins differently from all others."""
     number = next(_numbers)
     return [number % VOCAB, number // VOCAB, *[7] * (length - 2)]
 

@@ -47,7 +47,9 @@ class SlowCodec:
 
 @contextlib.asynccontextmanager
 async def in_state(state, start_call, monkeypatch):
-    """A server and a call whose request is in `state`, beside a second request that runs all the time."""
+    """Hold a server and a call whose request is in `state`, beside a second request that runs all the
+    time.
+    """
     gate = threading.Event()
     engine = fake(hold=True, max_num_seqs=1 if state == "waiting" else 4, max_model_len=10_000)
     if state == "tokenizing":
@@ -251,7 +253,7 @@ SMALL_WINDOWS = [
 
 
 def much(**fields):
-    """A request of about 1.5 KB a token: 20 candidates each."""
+    """Make a request of about 1.5 KB a token: 20 candidates each."""
     return stream("a", stopping={"ignore_eos": True}, output={"logprobs": 20}, **fields)
 
 

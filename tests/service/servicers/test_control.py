@@ -250,7 +250,7 @@ async def test_detokenize_takes_no_more_than_the_context():
 
 
 def codec_with_begin_token():
-    """A codec that puts token 256 before every text, unless told not to."""
+    """Make a codec that puts token 256 before every text, unless told not to."""
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415 -- only here
 
     codec = byte_codec(CHAT_TEMPLATE)

@@ -156,7 +156,9 @@ async def test_a_long_prompt_is_encoded_off_the_loop():
 
 
 async def sampling_seen(sampling, **engine_options):
-    """The sampling values that the engine got. A seed that was not asked for is random, and left out here."""
+    """Return the sampling values that the engine got. A seed that was not asked for is random, and left out
+    here.
+    """
     async with serving(fake(**engine_options)) as rig:
         await answer(rig, generate("y", sampling=sampling))
         await collect(rig.inference.Stream(stream("y", sampling=sampling)))

@@ -48,7 +48,7 @@ async def ask(rig: Rig, prompt: list[int], num_tokens: int) -> inference_pb2.Out
 
 
 async def check_cases(path: Path, cases: list[dict[str, Any]]) -> None:
-    """A server of the file answers what PyTorch answers."""
+    """Check that a server of the file answers what PyTorch answers."""
     async with serving(Engine.from_pretrained(str(path), CONFIG)) as rig:
         for case in cases:
             output = await ask(rig, case["prompt"], len(case["tokens"]))

@@ -52,7 +52,7 @@ def cases_of(name: str) -> Cases:
 
 @asynccontextmanager
 async def served(name: str, *, page_size: int) -> AsyncIterator[tuple[Rig, Engine]]:
-    """A server of a golden in float32."""
+    """Run a server of a golden in float32."""
     engine = Engine.from_pretrained(str(GOLDEN / name), small_config(name, page_size=page_size))
     async with serving(engine) as rig:
         yield rig, engine
@@ -120,8 +120,8 @@ async def check_preempted(rig: Rig, engine: Engine, name: str, cases: Cases) -> 
 
 
 async def check_sharing(rig: Rig, engine: Engine, name: str, cases: Cases) -> None:
-    """What the prefix cache finds, what it is kept from, and what forks share. With recurrent state, all that
-    share begin behind a snapshot of it, at the last page of the prompt.
+    """Check what the prefix cache finds, what it is kept from, and what forks share. With recurrent state,
+    all that share begin behind a snapshot of it, at the last page of the prompt.
     """
     set_chunk(engine, None)
     engine.flush_prefix_cache()

@@ -44,7 +44,7 @@ def asked(rig: Rig, **fields: Any) -> Any:
 
 
 async def rest(call: Any) -> list[telemetry_pb2.ProfileResponse]:
-    """What is left of the answer."""
+    """Return what is left of the answer."""
     replies = []
     while (reply := await call.read()) is not grpc.aio.EOF:
         replies.append(reply)

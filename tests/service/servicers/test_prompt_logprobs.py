@@ -16,7 +16,9 @@ A, B, C = 97, 98, 99
 
 
 async def prompts_of(rig, prompt, **fields):
-    """The prompt's entries in Generate's reply, which must equal those of StreamStarted; NaN becomes None."""
+    """Return the prompt's entries in Generate's reply, which must equal those of StreamStarted; NaN becomes
+    None.
+    """
     whole = await asyncio.wait_for(rig.inference.Generate(generate(prompt, **fields)), 20)
     messages = await collect(rig.inference.Stream(stream(prompt, **fields)))
     assert messages[0].started.prompt.SerializeToString() == whole.prompt.SerializeToString()

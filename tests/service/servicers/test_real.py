@@ -123,7 +123,7 @@ async def test_deltas_are_generates_output(engine: Any, name: str) -> None:
 
 
 def rounded(prompt: types_pb2.PromptInfo) -> list[float]:
-    """The output with rounded log-probabilities, also of the candidates."""
+    """Return the output with rounded log-probabilities, also of the candidates."""
     values = list(prompt.logprobs.sampled)
     return [*values, *(c.logprob for top in prompt.logprobs.top for c in top.candidates)]
 

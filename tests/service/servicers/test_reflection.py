@@ -22,7 +22,7 @@ METHOD = "penstock.v1.InferenceService.Generate"
 
 
 async def ask(rig: Rig, name: str, *questions: dict[str, str]) -> list[Any]:
-    """The answers to the questions of one stream."""
+    """Return the answers to the questions of one stream."""
     call: Any = rig.channel.stream_stream(
         f"/{name}/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -40,7 +40,7 @@ def files(answer: Any) -> dict[str, descriptor_pb2.FileDescriptorProto]:
 
 
 def pool_of(found: dict[str, descriptor_pb2.FileDescriptorProto]) -> descriptor_pool.DescriptorPool:
-    """A pool of these files alone."""
+    """Make a pool of these files alone."""
     pool, added = descriptor_pool.DescriptorPool(), set[str]()
 
     def add(name: str) -> None:
@@ -96,7 +96,7 @@ async def test_v1_is_not_v1alpha_under_another_name() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[descriptor_pb2.FileDescriptorProto]:
-    """What protoc makes of the .proto files themselves."""
+    """Return what protoc makes of the .proto files themselves."""
     out = tmp_path_factory.mktemp("protoc") / "files"
     names = [str(path.relative_to(PROTOS)) for path in PROTOS.glob("penstock/v1/*.proto")]
     common = Path(protoc.__file__).parent / "_proto"
@@ -105,7 +105,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[descriptor_pb2.Fi
 
 
 def symbols_of(file: descriptor_pb2.FileDescriptorProto) -> Iterator[str]:
-    """The full names of everything that the file declares."""
+    """Yield the full names of everything that the file declares."""
 
     def of_enum(enum: descriptor_pb2.EnumDescriptorProto, scope: str) -> Iterator[str]:
         yield f"{scope}.{enum.name}"
@@ -185,7 +185,9 @@ async def test_the_bytes_of_an_answer(name: str, compiled: list[descriptor_pb2.F
 
 
 def pool_with_extensions() -> descriptor_pool.DescriptorPool:
-    """A message `a.Base`, extended with number 101 at the top of a file and with 100 inside a message."""
+    """Make a message `a.Base`, extended with number 101 at the top of a file and with 100 inside a
+    message.
+    """
     base = descriptor_pb2.FileDescriptorProto(name="base.proto", package="a", syntax="proto2")
     base.message_type.add(name="Base").extension_range.add(start=100, end=200)
     more = descriptor_pb2.FileDescriptorProto(

@@ -52,7 +52,7 @@ def engine() -> Iterator[Any]:
 
 
 async def both(rig: Rig, **fields: Any) -> tuple[list[list[int]], list[types_pb2.Usage]]:
-    """The tokens of Generate's outputs, which Stream also sends, and the usage of either."""
+    """Return the tokens of Generate's outputs, which Stream also sends, and the usage of either."""
     reply = await asyncio.wait_for(rig.inference.Generate(generate(PROMPT, **fields)), 120)
     messages = await collect(rig.inference.Stream(stream(PROMPT, **fields)))
     tokens = [list(output.token_ids) for output in reply.outputs]

@@ -29,7 +29,7 @@ LONG = Duration(seconds=60)
 
 @contextlib.asynccontextmanager
 async def watching(rig: Rig, interval: Duration | None = SHORT, **more: Any) -> AsyncIterator[Any]:
-    """A watch, which ends with the block. Arguments of the call are in `call`."""
+    """Hold a watch, which ends with the block. Arguments of the call are in `call`."""
     call = more.pop("call", {})
     watch = rig.control.WatchLoad(telemetry_pb2.WatchLoadRequest(interval=interval, **more), **call)
     try:
@@ -40,14 +40,14 @@ async def watching(rig: Rig, interval: Duration | None = SHORT, **more: Any) -> 
 
 
 async def look(rig: Rig, **more: Any) -> control_pb2.WatchLoadResponse:
-    """The first message of a watch."""
+    """Return the first message of a watch."""
     async with watching(rig, **more) as watch:
         message: control_pb2.WatchLoadResponse = await watch.read()
         return message
 
 
 async def look_until(rig: Rig, condition: Callable[[control_pb2.WatchLoadResponse], bool]) -> Any:
-    """The first message for which the condition holds. What is measured is told a moment later."""
+    """Return the first message for which the condition holds. What is measured is told a moment later."""
     async with watching(rig) as watch:
         while not condition(message := await watch.read()):
             pass

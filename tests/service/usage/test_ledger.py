@@ -207,7 +207,7 @@ async def test_two_servers_share_a_file(tmp_path: Path) -> None:
 
 
 def seen(path: Path) -> dict[tuple[str, str, Outcome, str], Counts]:
-    """What a server wrote, in whichever hour."""
+    """Return what a server wrote, in whichever hour."""
     return {
         (kind.key, kind.method.rpartition("/")[2], kind.outcome, kind.reason): counts
         for kind, counts in read_usage(path).items()
@@ -345,7 +345,7 @@ async def test_a_file_with_our_table_and_no_version_yet_is_ours(tmp_path: Path) 
 
 @pytest.fixture
 async def filled(tmp_path: Path) -> Path:
-    """A file with two keys on two days."""
+    """Make a file with two keys on two days."""
     clock = Clock(NOON)
     with keeping(tmp_path / "usage.db", clock) as ledger:
         await noted(ledger, answered("alice", prompt=1500, cached=500, completion=20, reasoning=6))

@@ -42,7 +42,7 @@ def feed_of(looks: Looks, calls: Calls | None = None) -> LoadFeed:
 
 
 def soon(messages: AsyncIterator[bytes]) -> asyncio.Task[bytes]:
-    """The next message, which is waited for beside the test."""
+    """Wait for the next message beside the test."""
 
     async def get() -> bytes:
         return await asyncio.wait_for(anext(messages), WAIT_S)

@@ -37,14 +37,14 @@ class Ask:
         }
 
     def after(self, tokens: Sequence[int], num_tokens: int) -> Ask:
-        """What asks for the tokens after these. A draw depends on the seed and the position in the whole
-        text, so it is the same whether tokens before it are prompt or output.
+        """Return what asks for the tokens after these. A draw depends on the seed and the position in the
+        whole text, so it is the same whether tokens before it are prompt or output.
         """
         return dataclasses.replace(self, prompt=(*self.prompt, *tokens), num_tokens=num_tokens)
 
 
 def asks(count: int, *, vocab: int, num_tokens: int, seed: int = 0, longest: int = 40) -> list[Ask]:
-    """Requests with random prompts of different lengths; every other one is drawn."""
+    """Make requests with random prompts of different lengths; every other one is drawn."""
     rng = random.Random(seed)
     return [
         Ask(
@@ -68,15 +68,16 @@ class Span:
 
 
 def bits(logprobs: types_pb2.Logprobs, start: int, end: int) -> tuple[Any, ...]:
-    """The log-probabilities of these tokens and of their candidates. On the wire they are float32, so equal
-    values have equal bits.
+    """Return the log-probabilities of these tokens and of their candidates. On the wire they are float32, so
+    equal values have equal bits.
     """
     tops = [[(c.token_id, c.logprob) for c in top.candidates] for top in logprobs.top[start:end]]
     return tuple(zip(logprobs.sampled[start:end], map(tuple, tops), strict=True))
 
 
 def spans(output: inference_pb2.Output) -> list[Span]:
-    """The output cut at its weights spans, which must begin at 0, rise, and tell generations that rise.
+    """Return the output cut at its weights spans, which must begin at 0, rise, and tell generations that
+    rise.
 
     Of a stream, what its messages tell first is what served when it started: without tokens, if it had to
     wait for newer weights. Such a span is left out.
@@ -101,14 +102,14 @@ def spans(output: inference_pb2.Output) -> list[Span]:
 
 
 async def ask_one(rig: Rig, ask: Ask, **fields: Any) -> inference_pb2.Output:
-    """The one output of a request."""
+    """Ask for the one output of a request."""
     reply = await rig.inference.Generate(generate(**{**ask.fields, **fields}))
     (output,) = reply.outputs
     return output  # type: ignore[no-any-return]  # the stubs of messages are not typed here
 
 
 async def stream_one(rig: Rig, ask: Ask, **fields: Any) -> inference_pb2.Output:
-    """The one output of a stream, put together from its messages."""
+    """Ask for the one output of a stream, put together from its messages."""
     messages = await collect(rig.inference.Stream(stream(**{**ask.fields, **fields})))
     (output,) = joined(messages).outputs
     return output
@@ -124,7 +125,7 @@ async def answers(rig: Rig, all_asks: Sequence[Ask]) -> list[tuple[Any, ...]]:
 
 
 async def explain(references: Mapping[str, Rig], ask: Ask, output: inference_pb2.Output) -> list[Span]:
-    """Checks that each span has the tokens and the log-probabilities, bit for bit, that a server which has
+    """Check that each span has the tokens and the log-probabilities, bit for bit, that a server which has
     only ever had the weights of that label generates after the tokens before it. Returns the spans.
     """
     cut = spans(output)
@@ -139,5 +140,5 @@ async def explain(references: Mapping[str, Rig], ask: Ask, output: inference_pb2
 
 
 def counts(report: weights_pb2.InFlightReport) -> tuple[int, int, int, int]:
-    """Requests that were waited for, aborted, kept and recomputed."""
+    """Count the requests that were waited for, aborted, kept and recomputed."""
     return report.waited, report.aborted, report.kept, report.recomputed

@@ -74,7 +74,7 @@ class Brake:
             monkeypatch.setattr(Changes, name, counted(name))
 
     def _pass(self) -> None:
-        """Called on the engine's thread when it has handed over the outputs of a step."""
+        """Hold the engine's thread, which calls this when it has handed over the outputs of a step."""
         with self._changed:
             while self._is_on and self._steps <= 0 and len(self._given) >= self._wanted:
                 self._is_held = True
@@ -93,7 +93,7 @@ class Brake:
             self._changed.notify_all()
 
     async def holding(self) -> None:
-        """Waits until the thread is held."""
+        """Wait until the thread is held."""
         await until(lambda: self._is_held)
 
     def release(self) -> None:
@@ -103,8 +103,8 @@ class Brake:
             self._changed.notify_all()
 
     async def running(self, count: int, *, steps: int = 0) -> None:
-        """Waits until this many outputs are with the engine, while its thread is held, and then lets them run
-        for some steps and until each has a token, and holds the thread again.
+        """Wait until this many outputs are with the engine, while its thread is held, and then let them run
+        for some steps and until each has a token, and hold the thread again.
         """
         load = self._engine.load
         await until(lambda: load().num_running + load().num_waiting == count)
@@ -113,5 +113,5 @@ class Brake:
         assert load().num_running + load().num_waiting == count, "none has ended"
 
     async def queued(self, name: str, count: int = 1) -> None:
-        """Waits until this many calls in all of `update` or `pause` have reached the engine."""
+        """Wait until this many calls in all of `update` or `pause` have reached the engine."""
         await until(lambda: self._asked[name] >= count)

@@ -25,7 +25,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Version]:
 
 @pytest.fixture(scope="module")  # no longer: engines that run change the process for tests of other folders
 def references(versions: Mapping[str, Version]) -> Iterator[Mapping[str, Any]]:
-    """An engine for each version, which never sees an update."""
+    """Yield an engine for each version, which never sees an update."""
     if not library.available():
         pytest.skip("without native kernels the bits of a token depend on what else runs")
     engines = {label: loaded(version.directory) for label, version in versions.items()}
@@ -38,7 +38,7 @@ def references(versions: Mapping[str, Version]) -> Iterator[Mapping[str, Any]]:
 
 @pytest.fixture(scope="module")
 def subjects() -> Iterator[list[Engine]]:
-    """The engine that tests of this module have updated so far, if there is one."""
+    """Yield the engine that tests of this module have updated so far, if there is one."""
     kept: list[Engine] = []
     yield kept
     for engine in kept:
@@ -47,7 +47,7 @@ def subjects() -> Iterator[list[Engine]]:
 
 @pytest.fixture
 def subject(versions: Mapping[str, Version], subjects: list[Engine]) -> Iterator[Engine]:
-    """The engine whose weights are updated. They are those of "initial", of whatever generation."""
+    """Yield the engine whose weights are updated. They are those of "initial", of whatever generation."""
     if not subjects:
         subjects.append(loaded(versions["initial"].directory))
     (engine,) = subjects

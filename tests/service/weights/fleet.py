@@ -38,7 +38,7 @@ class Version:
 
 
 def loaded(directory: Path) -> Engine:
-    """A started engine. The caller shuts it down."""
+    """Start an engine. The caller shuts it down."""
     engine = Engine.from_pretrained(str(directory), CONFIG)
     engine.start()
     return engine

@@ -24,12 +24,12 @@ class Pusher:
         self.stream = 0
 
     async def begin(self) -> None:
-        """Connects and sends the headers."""
+        """Connect and send the headers."""
         await self.peer.__aenter__()
         self.stream = await self.peer.call(METHOD, None, end=False)
 
     async def send(self, messages: Sequence[Message], cut: int = 0) -> None:
-        """Sends these messages, the last one without its last `cut` bytes."""
+        """Send these messages, the last one without its last `cut` bytes."""
         data = b"".join(grpc_message(message.SerializeToString()) for message in messages)
         data = data[: len(data) - cut]
         for at in range(0, len(data), MOST):
@@ -40,15 +40,15 @@ class Pusher:
         await self.peer.send(frame(DATA, END_STREAM, self.stream))
 
     async def reset(self) -> None:
-        """Resets the stream, and leaves the connection open."""
+        """Reset the stream, and leave the connection open."""
         await self.peer.reset(self.stream)
 
     async def vanish(self) -> None:
-        """Resets the connection, as the system of a process that is killed with unread data does."""
+        """Reset the connection, as the system of a process that is killed with unread data does."""
         raw = self.peer.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         await self.peer.close()
 
     async def close(self) -> None:
-        """Closes the connection without a word of HTTP/2."""
+        """Close the connection without a word of HTTP/2."""
         await self.peer.close()

@@ -48,9 +48,9 @@ class Progress:
         monkeypatch.setattr(Upload, "close", counted_close)
 
     async def taken(self, begun: int, num_bytes: int) -> None:
-        """Waits until this many updates have begun, and this many bytes of the last one were taken."""
+        """Wait until this many updates have begun, and this many bytes of the last one were taken."""
         await until(lambda: (self.begun, self.bytes) == (begun, num_bytes))
 
     async def closed(self) -> None:
-        """Waits until no update is open."""
+        """Wait until no update is open."""
         await until(lambda: not self._open)

@@ -37,7 +37,7 @@ _numbers = itertools.count()
 
 
 def spec(name: str, tensor: NDArray[Any], *, sums: bool = True) -> weights_pb2.TensorSpec:
-    """What the manifest says of a tensor, with both checksums unless told otherwise."""
+    """Return what the manifest says of a tensor, with both checksums unless told otherwise."""
     data = tensor.tobytes()
     return weights_pb2.TensorSpec(
         name=name,
@@ -49,7 +49,7 @@ def spec(name: str, tensor: NDArray[Any], *, sums: bool = True) -> weights_pb2.T
 
 
 def begin(tensors: Tensors, *, sums: bool = True, **fields: Any) -> Message:
-    """The first message. An update has an id and a label of its own unless they are given."""
+    """Return the first message. An update has an id and a label of its own unless they are given."""
     name = f"update-{next(_numbers)}"
     manifest = weights_pb2.TensorManifest(tensors=[spec(n, t, sums=sums) for n, t in tensors.items()])
     given = {"update_id": name, "version_label": name, "manifest": manifest, **fields}
@@ -61,7 +61,7 @@ def chunk(index: int, offset: int, data: bytes) -> Message:
 
 
 def chunks(tensors: Tensors, size: int = 1 << 20) -> Iterator[Message]:
-    """The bytes of all tensors, in the order of the manifest, in chunks of at most `size`."""
+    """Yield the bytes of all tensors, in the order of the manifest, in chunks of at most `size`."""
     for index, tensor in enumerate(tensors.values()):
         data = tensor.tobytes()
         for offset in range(0, len(data), size):
@@ -82,7 +82,7 @@ def whole(tensors: Tensors, *, size: int = 1 << 20, **fields: Any) -> list[Messa
 
 
 def digest(tensors: Tensors) -> bytes:
-    """What UpdateWeightsResponse.digest says it is."""
+    """Return what UpdateWeightsResponse.digest says it is."""
     names = {value: weights_pb2.DataType.Name(value).removeprefix("DATA_TYPE_") for value in DTYPES.values()}
     lines = [
         f"{name} {names[DTYPES[tensors[name].dtype]]} {','.join(map(str, tensors[name].shape))} "
@@ -93,7 +93,7 @@ def digest(tensors: Tensors) -> bytes:
 
 
 async def send(rig: Rig, messages: Iterable[Message]) -> weights_pb2.UpdateWeightsResponse:
-    """Sends these messages, ends the stream, and returns the answer."""
+    """Send these messages, end the stream, and return the answer."""
     return await update_weights(rig.server.address, messages, timeout=6 * WAIT_S)
 
 
@@ -107,6 +107,6 @@ async def refused(rig: Rig, messages: Iterable[Message]) -> Failure:
 
 
 def tensor_errors(failure: Failure) -> weights_pb2.TensorErrors:
-    """The detail of a failure that lists bad tensors."""
+    """Return the detail of a failure that lists bad tensors."""
     (found,) = [detail for detail in failure.details if isinstance(detail, weights_pb2.TensorErrors)]
     return found

@@ -246,7 +246,7 @@ def saying(character: str) -> Tables:
 
 @pytest.fixture(scope="module")
 def sayer() -> Iterator[Engine]:
-    """A token is a byte."""
+    """Yield an engine for which a token is a byte."""
     model = dataclasses.replace(table_model(saying("0")), text=byte_codec())
     engine = toy_engine(model, max_decode_steps=2)
     yield engine
@@ -255,7 +255,7 @@ def sayer() -> Iterator[Engine]:
 
 @pytest.fixture
 def monotone(sayer: Engine) -> Engine:
-    """It says "0" until its weights change."""
+    """Return an engine that says "0" until its weights change."""
     sayer.update_weights(saying("0").tensors(), label="0").result(WAIT_S)
     return sayer
 

@@ -64,7 +64,7 @@ def progress(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Progress:
 
 @pytest.fixture
 async def rig(engine: Engine, progress: Progress) -> AsyncIterator[Rig]:
-    """A server that must be after the test what it was before."""
+    """Yield a server that must be after the test what it was before."""
     async with serving(Kept(engine)) as served:
         before = await answers(served, QUESTIONS)
         generation = engine.weights.generation
@@ -90,7 +90,7 @@ def is_whole(messages: Sequence[Message]) -> bool:
 
 
 async def cancelled(address: str, messages: Sequence[Message], taken: Awaitable[None]) -> None:
-    """A gRPC client that cancels its call."""
+    """Send the messages as a gRPC client that cancels its call."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.UpdateWeights()
@@ -132,7 +132,7 @@ End: TypeAlias = Callable[[str, Sequence[Message], Awaitable[None]], Awaitable[N
 
 
 def by(end: Callable[[Pusher], Awaitable[None]]) -> End:
-    """Ends what was sent by hand."""
+    """End what was sent by hand."""
     return lambda address, messages, taken: by_hand(address, messages, taken, end)
 
 
@@ -233,7 +233,7 @@ async def test_a_reply_that_is_lost_can_be_asked_for_again(how: str) -> None:
 
 
 async def again(rig: Rig, messages: Sequence[Message]) -> weights_pb2.UpdateWeightsResponse:
-    """Sends an update until it does not find itself under way."""
+    """Send an update until it does not find itself under way."""
     async with asyncio.timeout(WAIT_S):
         while True:
             try:

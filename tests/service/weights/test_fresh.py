@@ -31,8 +31,8 @@ STAGINGS = pytest.mark.parametrize("staging", [HOST, DEVICE, IN_PLACE], ids=["ho
 
 
 def write_turned(name: str, directory: Path) -> Path:
-    """A checkpoint with a golden's shapes and other weights: each tensor's bytes are those of the golden's in
-    another order.
+    """Make a checkpoint with a golden's shapes and other weights: each tensor's bytes are those of the
+    golden's in another order.
     """
     shutil.copytree(GOLDEN / name, directory)
     file = directory / "model.safetensors"

@@ -40,7 +40,7 @@ def kept_engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(kept_engine: Engine) -> Engine:
-    """It has the weights START, and no limit on the chunks of a prompt."""
+    """Return the engine, which has the weights START, and no limit on the chunks of a prompt."""
     set_chunk(kept_engine, None)
     if stamp_of(kept_engine.weights.label) != START:
         kept_engine.update_weights(START.tensors(), label=START.label).result(WAIT_S)
@@ -79,7 +79,7 @@ async def update(rig: Rig, stamp: Stamp, **fields: Any) -> weights_pb2.UpdateWei
 
 
 def made_by(output: inference_pb2.Output) -> list[Stamp]:
-    """The weights that made each token, as the spans tell."""
+    """Return the weights that made each token, as the spans tell."""
     starts = [span.first_output_token for span in output.weights]
     ends = [*starts[1:], len(output.token_ids)]
     stamps = []

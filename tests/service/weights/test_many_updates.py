@@ -141,7 +141,7 @@ class Trainer:
             assert (await self._calls.control.DiscardWeights(request)).discarded
 
     async def _place_is_free(self, label: str) -> None:
-        """Waits until an update would be begun, and begins none: its first chunk is out of order."""
+        """Wait until an update would be begun, and begin none: its first chunk is out of order."""
         async with asyncio.timeout(60):
             while True:
                 with pytest.raises(grpc.aio.AioRpcError) as told:
@@ -164,7 +164,7 @@ async def caller(calls: Calls, number: int, over: asyncio.Event, ended: list[int
 
 
 async def told(calls: Calls) -> Any:
-    """What the server answers now, bit for bit."""
+    """Return what the server answers now, bit for bit."""
     output = await ask_one(calls, Ask((5, 6, 7), 30))  # type: ignore[arg-type]  # it has what is used of a rig
     return list(output.token_ids), bits(output.logprobs, 0, 30)
 
@@ -212,7 +212,7 @@ async def test_memory_stays_where_it_was(
 
 
 async def settled(pid: int) -> int:
-    """The least memory within two seconds: requests come and go meanwhile."""
+    """Return the least memory within two seconds: requests come and go meanwhile."""
     least, until = resident(pid), time.monotonic() + 2
     while time.monotonic() < until:
         await asyncio.sleep(0.05)

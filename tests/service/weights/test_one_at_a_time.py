@@ -51,7 +51,7 @@ async def rig(engine: Engine) -> AsyncIterator[Rig]:
 
 
 def greedy(tables: Tables, num: int = 30) -> tuple[int, ...]:
-    """What the tables generate after QUESTION, in numpy."""
+    """Return what the tables generate after QUESTION, in numpy."""
     tokens = list(QUESTION.prompt)
     for _ in range(num):
         tokens.append(int(tables.logits(tokens).argmax()))
@@ -59,7 +59,7 @@ def greedy(tables: Tables, num: int = 30) -> tuple[int, ...]:
 
 
 async def serves(rig: Rig, tables: Tables, label: str, generation: int) -> None:
-    """Checks the answer of a server, and what it says of itself."""
+    """Check the answer of a server, and what it says of itself."""
     (((version, of_answer, tokens, _),),) = await answers(rig, [QUESTION])
     assert (version, of_answer, tokens) == (label, generation, greedy(tables))
     info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())

@@ -55,7 +55,7 @@ async def all_of(subject: Any, references: Mapping[str, Any], brake: Brake) -> A
 
 
 async def stage(all_of: Fleet, version: Version, label: str) -> str:
-    """Sends new weights, which wait for CommitWeights. Returns the update's id."""
+    """Send new weights, which wait for CommitWeights. Returns the update's id."""
     messages = whole(version.tensors, version_label=label, stage_only=True)
     assert (await send(all_of.rig, messages)).outcome == STAGED
     return messages[0].begin.update_id
@@ -72,7 +72,7 @@ def start(all_of: Fleet, questions: list[Ask]) -> list[asyncio.Task[inference_pb
 async def sixteen_running(
     all_of: Fleet, brake: Brake, questions: list[Ask]
 ) -> list[asyncio.Task[inference_pb2.Output]]:
-    """Starts requests, and holds the engine when each has some tokens."""
+    """Start requests, and hold the engine when each has some tokens."""
     brake.hold()
     tasks = start(all_of, questions)
     await brake.running(len(questions), steps=FEW_STEPS)
@@ -127,7 +127,9 @@ async def test_every_stream_ends_as_documented_and_no_token_is_of_mixed_weights(
 async def check_running(
     all_of: Fleet, base: int, policy: Policy, question: Ask, output: inference_pb2.Output
 ) -> None:
-    """What weights.proto says of a request that ran when the update came. `base`: the old generation."""
+    """Check what weights.proto says of a request that ran when the update came. `base`: the old
+    generation.
+    """
     if policy == KEEP:  # what the new weights make of the old KV, no server explains; test_keep.py does
         first, second = output.weights
         old = types_pb2.WeightsVersion(label="initial", generation=base)

@@ -61,7 +61,7 @@ def tensors(versions: Mapping[str, Version]) -> Tensors:
 
 @pytest.fixture
 async def rig(engine: Engine) -> AsyncIterator[Rig]:
-    """A server that must answer after the test as it did before, and take an update."""
+    """Yield a server that must answer after the test as it did before, and take an update."""
     async with serving(Kept(engine)) as served:
         before = await answers(served, QUESTIONS)
         yield served
@@ -79,7 +79,7 @@ async def rig(engine: Engine) -> AsyncIterator[Rig]:
 
 
 def changed(tensors: Tensors, **names: Any) -> dict[str, Any]:
-    """The tensors with some replaced, by names in which "__" stands for a dot."""
+    """Return the tensors with some replaced, by names in which "__" stands for a dot."""
     return {**tensors, **{name.replace("__", "."): tensor for name, tensor in names.items()}}
 
 
@@ -185,7 +185,7 @@ def swapped(messages: list[Message], at: int) -> list[Message]:
 
 
 def one_more(tensors: Tensors) -> list[Message]:
-    """A byte beyond the end of the last tensor."""
+    """Make messages with a byte beyond the end of the last tensor."""
     made = whole(tensors, size=SIZE)
     last = len(tensors) - 1
     end = tensors[list(tensors)[last]].nbytes

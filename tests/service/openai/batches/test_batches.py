@@ -41,14 +41,14 @@ def lines(*ids: str, **body: Any) -> bytes:
 
 
 async def begun(client: openai.AsyncOpenAI, content: bytes, **more: Any) -> Batch:
-    """A new batch of these lines."""
+    """Make a new batch of these lines."""
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     asked: Any = {"endpoint": "/v1/completions", "completion_window": "24h"} | more
     return await client.batches.create(input_file_id=file.id, **asked)
 
 
 async def ended(client: openai.AsyncOpenAI, batch: Batch, *, until_is: str | None = None) -> Batch:
-    """The batch once it has ended, or has come to a status."""
+    """Return the batch once it has ended, or has come to a status."""
     async with asyncio.timeout(WAIT_S):
         while True:
             batch = await client.batches.retrieve(batch.id)

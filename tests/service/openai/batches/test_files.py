@@ -33,7 +33,7 @@ async def filing(folder: Path, **settings: Any) -> AsyncIterator[FrontRig]:
 
 
 def form(*parts: tuple[str, str], end: str = "--x--\r\n") -> dict[str, Any]:
-    """A form of these headers and contents."""
+    """Make a form of these headers and contents."""
     told = "".join(f"--x\r\nContent-Disposition: {head}\r\n\r\n{content}\r\n" for head, content in parts)
     return {"content": told + end, "headers": {"content-type": "multipart/form-data; boundary=x"}}
 

@@ -39,19 +39,19 @@ def completion_body(**fields: Any) -> CompletionBody:
 
 
 def asked(**fields: Any) -> RequestOptions:
-    """What the client is asked for a chat, without what is left to the server."""
+    """Return what the client is asked for a chat, without what is left to the server."""
     return _given(chat_options(chat_body(**fields), facts()))
 
 
 def completed(**fields: Any) -> list[PromptOptions]:
-    """What the client is asked for a completion, without what is left to the server."""
+    """Return what the client is asked for a completion, without what is left to the server."""
     body = completion_body(**fields)
     prompts = one_by_one(body, completion_options(body, facts()), "cmpl-1")
     return [(prompt, _given(options)) for prompt, options in prompts]
 
 
 def refusal(**fields: Any) -> ApiError:
-    """The error of a chat that is refused when it is converted."""
+    """Return the error of a chat that is refused when it is converted."""
     with pytest.raises(ApiError) as caught:
         asked(**fields)
     assert caught.value.status == 400

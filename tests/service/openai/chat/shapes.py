@@ -16,7 +16,9 @@ EXTENSIONS = frozenset({"reasoning", "stop_reason", "token_ids", "prompt_token_i
 
 
 def typed(kind: type[ModelT], data: Any) -> ModelT:
-    """The answer as OpenAI's type. Fails if a field is missing, of a wrong type, or one that nobody has."""
+    """Return the answer as OpenAI's type. Fails if a field is missing, of a wrong type, or one that nobody
+    has.
+    """
     made = kind.model_validate(data, strict=True)
     assert set(_extra(made)) <= EXTENSIONS
     return made
@@ -43,7 +45,7 @@ def completion(data: Any) -> Completion:
 
 
 def _extra(value: Any) -> Iterable[str]:
-    """The names of all fields, at any depth, that the types do not declare."""
+    """Return the names of all fields, at any depth, that the types do not declare."""
     if isinstance(value, BaseModel):
         yield from value.model_extra or ()
         for name in value.model_fields_set:

@@ -89,7 +89,7 @@ def completions(
 
 
 def data_of(chunks: AsyncGenerator[bytes, None]) -> list[dict[str, Any]]:
-    """The JSON of all chunks of a stream, which must end as OpenAI's streams do."""
+    """Return the JSON of all chunks of a stream, which must end as OpenAI's streams do."""
 
     async def read() -> bytes:
         return b"".join([chunk async for chunk in chunks])

@@ -38,8 +38,8 @@ def front(**settings: Any) -> Any:
 
 
 async def answered(rig: FrontRig, **fields: Any) -> Any:
-    """The answer, after OpenAI's types have read it. They know nothing of the null that OpenAI's API has for
-    the first token of a prompt.
+    """Return the answer, after OpenAI's types have read it. They know nothing of the null that OpenAI's API
+    has for the first token of a prompt.
     """
     reply = await rig.http.post("/v1/completions", json={"model": "fake", "echo": True, **fields})
     assert reply.status_code == 200, reply.text
@@ -54,7 +54,7 @@ async def answered(rig: FrontRig, **fields: Any) -> Any:
 
 
 async def streamed(rig: FrontRig, **fields: Any) -> tuple[Any, Any]:
-    """A stream put together as the answer that does not stream, and its chunks."""
+    """Return a stream put together as the answer that does not stream, and its chunks."""
     asked = {"stream": True, "stream_options": {"include_usage": True}, **fields}
     reply = await rig.http.post("/v1/completions", json={"model": "fake", "echo": True, **asked})
     assert reply.status_code == 200, reply.text
@@ -273,9 +273,9 @@ async def test_refused(param: str, fields: dict[str, Any]) -> None:
 
 
 def scores(answer: Any, context_lengths: list[int]) -> list[tuple[float, bool]]:
-    """What lm-evaluation-harness 0.4.13 reads of an answer (`LocalCompletionsAPI.parse_logprobs`): of each
-    choice the sum of the log-probabilities of the continuation, without the token that was generated, and
-    whether the model would have chosen the continuation.
+    """Return what lm-evaluation-harness 0.4.13 reads of an answer (`LocalCompletionsAPI.parse_logprobs`): of
+    each choice the sum of the log-probabilities of the continuation, without the token that was generated,
+    and whether the model would have chosen the continuation.
     """
     made = []
     choices = sorted(answer["choices"], key=itemgetter("index"))

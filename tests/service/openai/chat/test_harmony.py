@@ -28,7 +28,7 @@ REASONING_TOKENS = 1 + 8 + 1 + 3 + 1
 
 
 def engine(scripts: dict[str, str]) -> Any:
-    """An engine that writes these texts to these prompts."""
+    """Make an engine that writes these texts to these prompts."""
     tokens = {prompt: CODEC.encode(text, add_special_tokens=False) for prompt, text in scripts.items()}
     return fake(codec=CODEC, vocab_size=264, max_model_len=2000, eos_token_ids=HARMONY_ENDS, scripts=tokens)
 

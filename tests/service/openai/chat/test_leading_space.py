@@ -24,7 +24,7 @@ def front() -> Any:
 
 
 async def texts(rig: FrontRig, **fields: Any) -> tuple[str, str]:
-    """The text that is told at once, and that which is streamed."""
+    """Return the text that is told at once, and that which is streamed."""
     body = {"model": "fake", **fields}
     whole = (await rig.http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
     reply = await rig.http.post("/v1/completions", json=body | {"stream": True})

@@ -118,7 +118,9 @@ LOGPROBS: dict[str, dict[str, Any]] = {
 
 
 async def told(rig: FrontRig, path: str, fields: dict[str, Any]) -> tuple[str, list[str]]:
-    """The text of an answer, and the tokens of its log-probabilities; those of a stream are the same."""
+    """Return the text of an answer, and the tokens of its log-probabilities; those of a stream are the
+    same.
+    """
     body = {"model": "fake", **LOGPROBS[path], **fields}
     whole = (await rig.http.post(f"/v1/{path}", json=body)).json()
     stream = (await rig.http.post(f"/v1/{path}", json=body | {"stream": True})).text

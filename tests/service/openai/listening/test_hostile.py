@@ -84,7 +84,9 @@ async def peer(rig: FrontRig) -> AsyncIterator[tuple[asyncio.StreamReader, async
 
 
 async def told(reader: asyncio.StreamReader) -> tuple[int, str]:
-    """The status and the code of the error that the front answers with, before it closes the connection."""
+    """Read the status and the code of the error that the front answers with, before it closes the
+    connection.
+    """
     async with asyncio.timeout(WAIT_S):
         data = await reader.read()
     head, _, body = data.partition(b"\r\n\r\n")
@@ -146,7 +148,7 @@ async def test_headers_that_are_too_large_are_refused(sent: bytes) -> None:
 
 
 async def closed(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the front has closed the connection."""
+    """Read what comes until the front has closed the connection."""
     data = b""
     async with asyncio.timeout(WAIT_S):
         with contextlib.suppress(ConnectionError):
@@ -345,7 +347,7 @@ async def test_a_large_body_is_read_in_a_thread() -> None:
 
 
 def deaf(rig: FrontRig, path: str) -> socket.socket:
-    """A peer that asks and takes no more of the reply than its small buffer holds."""
+    """Make a peer that asks and takes no more of the reply than its small buffer holds."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     made.connect(rig.address)

@@ -32,7 +32,7 @@ def settings_of(folder: Path, client_ca: Path | None = None) -> Settings:
 
 @contextlib.asynccontextmanager
 async def https(settings: Settings) -> AsyncIterator[int]:
-    """A front without a server, and its port."""
+    """Run a front without a server, and yield its port."""
     front = Front.made(settings)
     server, found = HttpServer(front), listening()
     port = found.getsockname()[1]
@@ -46,7 +46,9 @@ async def https(settings: Settings) -> AsyncIterator[int]:
 
 
 async def status(port: int, client: str | None = None) -> int:
-    """The status that /health has for a client that trusts our authority, with the certificate `client`."""
+    """Return the status that /health has for a client that trusts our authority, with the certificate
+    `client`.
+    """
     context = ssl.create_default_context(cafile=CA)
     if client is not None:
         context.load_cert_chain(CERTS / f"{client}.pem", CERTS / f"{client}.key")

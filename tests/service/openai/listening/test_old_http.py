@@ -11,7 +11,7 @@ from tests.service.rig import WAIT_S
 
 
 async def asked(rig: FrontRig, request: bytes) -> tuple[list[bytes], bytes]:
-    """The lines of the reply's head, and all that comes after it until the connection is closed."""
+    """Return the lines of the reply's head, and all that comes after it until the connection is closed."""
     reader, writer = await asyncio.open_connection(*rig.address)
     with contextlib.closing(writer):
         writer.write(request)

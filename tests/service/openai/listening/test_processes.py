@@ -35,7 +35,7 @@ class Program:
     server: Rig
 
     def workers(self) -> list[int]:
-        """The process ids of its workers."""
+        """Return the process ids of its workers."""
         pid, found = self.process.pid, []
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ class Program:
 
 @contextlib.asynccontextmanager
 async def program(*flags: str, engine: Any = None) -> AsyncIterator[Program]:
-    """The command in front of a server on a fake engine."""
+    """Run the command in front of a server on a fake engine."""
     async with serving(engine or fake()) as server:
         process = await asyncio.create_subprocess_exec(
             sys.executable,

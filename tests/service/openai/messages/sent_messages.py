@@ -14,7 +14,7 @@ DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta":
 
 
 def events_of(sent: str) -> list[dict[str, Any]]:
-    """The events of a stream, as they were sent."""
+    """Return the events of a stream, as they were sent."""
     blocks = sent.split("\n\n")
     assert blocks.pop() == "", "a stream ends with a whole event"
     events = []
@@ -27,8 +27,8 @@ def events_of(sent: str) -> list[dict[str, Any]]:
 
 
 def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the events come to. Each must stand where the published API allows it. Of a call that
-    was cut off, Anthropic's clients read the arguments as far as they go.
+    """Return the message that the events come to. Each must stand where the published API allows it. Of a
+    call that was cut off, Anthropic's clients read the arguments as far as they go.
     """
     first, *middle, delta, last = events
     assert (first["type"], delta["type"], last) == (

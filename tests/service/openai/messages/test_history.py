@@ -57,7 +57,7 @@ ARGUMENTS = st.one_of(
 
 
 def in_pieces(text: str, cuts: list[int]) -> list[Delta]:
-    """A call whose arguments are cut at these positions."""
+    """Make a call whose arguments are cut at these positions."""
     names = [("c", "f"), *[("", "")] * len(cuts)]
     pieces = zip(names, pieces_of(text, cuts), strict=True)
     return [Delta(0, "", tool_call_deltas=(ToolCallDelta(0, *name, piece),)) for name, piece in pieces]
@@ -75,7 +75,7 @@ DELTAS = st.lists(
 
 
 def said(deltas: list[Delta]) -> Output:
-    """The output that these deltas come to."""
+    """Return the output that these deltas come to."""
     calls: list[ToolCall] = []
     for delta in deltas:
         calls += delta.tool_calls
@@ -93,7 +93,9 @@ def said(deltas: list[Delta]) -> Output:
 
 
 def known(text: str) -> Any:
-    """A call's arguments, as far as a request can tell them: floats stand for what has no other form."""
+    """Return a call's arguments, as far as a request can tell them: floats stand for what has no other
+    form.
+    """
 
     def rounded(digits: str) -> float:
         value = float(digits)

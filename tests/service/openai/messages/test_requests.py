@@ -29,7 +29,7 @@ CACHE = {"type": "ephemeral"}
 
 
 def facts(*variables: str) -> ModelFacts:
-    """What is known of a model whose chat template reads these variables."""
+    """Return what is known of a model whose chat template reads these variables."""
     return ModelFacts(
         model="fake",
         features=frozenset(),
@@ -42,7 +42,7 @@ def facts(*variables: str) -> ModelFacts:
 
 
 def read(*variables: str, **fields: Any) -> tuple[MessagesBody, set[str]]:
-    """The body with these fields, and which of them have no effect with such a template."""
+    """Return the body with these fields, and which of them have no effect with such a template."""
     ignored: set[str] = set()
     data = json.dumps({"model": "fake", "max_tokens": 9, "messages": [HI], **fields}).encode()
     body = reading._parsed(data, MessagesBody, ignored)
@@ -50,7 +50,7 @@ def read(*variables: str, **fields: Any) -> tuple[MessagesBody, set[str]]:
 
 
 def options(*variables: str, **fields: Any) -> dict[str, Any]:
-    """The options that are not None, but for those of every request here."""
+    """Return the options that are not None, but for those of every request here."""
     body, _ = read(*variables, **fields)
     made = message_options(body, facts(*variables))
     assert made.pop("model", None) == "fake"

@@ -24,12 +24,12 @@ VERSION = {"anthropic-version": "2023-06-01"}
 
 
 async def post(rig: FrontRig, **fields: Any) -> Any:
-    """The reply to a request, as it came."""
+    """Return the reply to a request, as it came."""
     return await rig.http.post("/v1/messages", json=BODY | fields)
 
 
 async def both(rig: FrontRig, **fields: Any) -> dict[str, Any]:
-    """The message, which a stream's events come to as well, but for its id."""
+    """Return the message, which a stream's events come to as well, but for its id."""
     whole = await post(rig, **fields)
     assert whole.status_code == 200, whole.text
     message: dict[str, Any] = whole.json()
@@ -220,7 +220,7 @@ async def test_counting_asks_for_a_conversation_of_the_model() -> None:
 
 
 def envelope_of(reply: Any) -> tuple[int, str]:
-    """The status and the type of an error, whose envelope must be Anthropic's."""
+    """Return the status and the type of an error, whose envelope must be Anthropic's."""
     told = reply.json()
     assert told.keys() == {"type", "error", "request_id"}
     assert told["type"] == "error"

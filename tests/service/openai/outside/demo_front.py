@@ -74,7 +74,7 @@ def finish(
 
 
 def outcomes_of(done: subprocess.CompletedProcess[str]) -> dict[str, str | None]:
-    """What a driver printed: each check with its error, or None."""
+    """Return what a driver printed: each check with its error, or None."""
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert lines, f"{done.stdout}\n{done.stderr}"
@@ -82,6 +82,6 @@ def outcomes_of(done: subprocess.CompletedProcess[str]) -> dict[str, str | None]
 
 
 def python_driver(python: Path | str, driver: str, endpoint: Endpoint, folder: Path) -> dict[str, str | None]:
-    """The outcomes of a file of checks in `drivers`, run by this Python."""
+    """Return the outcomes of a file of checks in `drivers`, run by this Python."""
     command = [python, DRIVERS / "run_checks.py", DRIVERS / f"{driver}.py"]
     return outcomes_of(finish([*command, endpoint.api, endpoint.model, endpoint.key], folder))

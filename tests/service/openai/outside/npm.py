@@ -17,7 +17,7 @@ INSTALL_S = 600
 
 
 def node_packages(*packages: str) -> Path:
-    """A folder whose node_modules has these packages, such as "zod@4.6.7", and what they need.
+    """Make a folder whose node_modules has these packages, such as "zod@4.6.7", and what they need.
 
     Node finds them for every script that lies in the folder.
     """

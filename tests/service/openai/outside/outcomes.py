@@ -55,7 +55,7 @@ class Expected:
 
 
 def read(name: str) -> Expected:
-    """The file of this name in `expected`."""
+    """Return the file of this name in `expected`."""
     return parse(tomllib.loads((FOLDER / f"{name}.toml").read_text()))
 
 
@@ -73,7 +73,9 @@ def parse(document: Mapping[str, Any]) -> Expected:
 
 
 def page(tools: Sequence[Expected]) -> str:
-    """What docs/openai.md says of the tools, in Markdown: how many checks end how, and why some fail."""
+    """Return what docs/openai.md says of the tools, in Markdown: how many checks end how, and why some
+    fail.
+    """
     lines = [
         "| program | version | last tried | checks | passed | refused | model | tool |",
         "|---|---|---|---|---|---|---|---|",
@@ -91,7 +93,9 @@ def page(tools: Sequence[Expected]) -> str:
 
 
 def differences(expected: Expected, outcomes: Mapping[str, str | None]) -> list[str]:
-    """A sentence for each check that did not end as expected. `outcomes` has each check's error, or None."""
+    """Write a sentence for each check that did not end as expected. `outcomes` has each check's error, or
+    None.
+    """
     told = []
     if len(outcomes) != expected.checks:
         told.append(f"There are {expected.checks} checks in the file and {len(outcomes)} outcomes.")

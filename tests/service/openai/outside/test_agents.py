@@ -69,12 +69,12 @@ class Agent:
     """Of its environment."""
 
     def calls(self, *commands: str) -> str:
-        """An answer that has the agent run these commands."""
+        """Make an answer that has the agent run these commands."""
         made = ({"name": self.tool, "arguments": {self.command: one, **self.more}} for one in commands)
         return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in made)
 
     def script(self) -> Mapping[str, str]:
-        """What the model answers to each prompt that TEMPLATE makes."""
+        """Return what the model answers to each prompt that TEMPLATE makes."""
         return {
             "/greet": "Hello from the script.",
             "/add": self.calls(SUM),
@@ -177,7 +177,7 @@ async def test_a_script_of_turns(name: str, tmp_path: Path) -> None:
 async def run(
     agent: Agent, folder: Path, home: Path, url: str, questions: Sequence[str], answer: str
 ) -> str | None:
-    """What is wrong with an agent's last answer to these questions, or None."""
+    """Return what is wrong with an agent's last answer to these questions, or None."""
 
     def said(text: str) -> str:
         return string.Template(text).substitute(URL=url, HOME=home)

@@ -52,7 +52,7 @@ FREE = (
 
 
 def sources(version: str) -> Path:
-    """The folder of the tester's sources. The test is skipped where there are none.
+    """Return the folder of the tester's sources. The test is skipped where there are none.
 
     This is no failure where toolchains are required: the module is in no package registry, and not every
     proxy for Go's modules has it.
@@ -77,7 +77,7 @@ def profile(endpoint: Endpoint, name: str, extra: dict[str, Any]) -> dict[str, A
 
 
 def verdict(line: dict[str, Any]) -> str | None:
-    """What the tester has against an answer, or None."""
+    """Return what the tester has against an answer, or None."""
     if line["compat_status"] != "pass":
         return f"{line['compat_status']}: {line.get('compat_error_message', '')}"
     if line["spec_status"] != "pass":

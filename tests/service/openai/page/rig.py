@@ -17,7 +17,7 @@ LAST = "document.querySelector('.turns').lastElementChild"
 
 @contextlib.contextmanager
 def running_browser() -> Iterator[Chromium]:
-    """A headless Chromium. Without one the test is skipped, or fails where toolchains are required."""
+    """Run a headless Chromium. Without one the test is skipped, or fails where toolchains are required."""
     program = find_chromium()
     if program is None:
         refuse("no chromium here: install Debian's package chromium")
@@ -60,8 +60,8 @@ class Page:
 
 @contextlib.contextmanager
 def opened(browser: Chromium, *, seeing: Sequence[str] = (), **options: Any) -> Iterator[Page]:
-    """The page in a tab of its own, once it knows its models, of which those named in `seeing` take pictures;
-    it must end without an error.
+    """Open the page in a tab of its own, once it knows its models, of which those named in `seeing` take
+    pictures; it must end without an error.
     """
     with standing_in() as server, browser.tab(**options) as tab:
         server.seeing = seeing

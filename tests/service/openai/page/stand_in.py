@@ -52,7 +52,7 @@ Answer = Sequence[Step] | Refusal
 def delta(
     content: str | None = None, *, tokens: int = 1, prompt: int = 12, finish: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """A chunk. `tokens` is how many there are so far."""
+    """Make a chunk. `tokens` is how many there are so far."""
     fields = ({} if content is None else {"content": content}) | more
     usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
     return {
@@ -66,14 +66,14 @@ def delta(
 
 
 def said(text: str) -> list[dict[str, Any]]:
-    """The chunks of an answer that ends by itself, one for each word."""
+    """Return the chunks of an answer that ends by itself, one for each word."""
     words = text.split(" ")
     chunks = [delta(word if at == 0 else f" {word}", tokens=at + 1) for at, word in enumerate(words)]
     return [*chunks, delta(tokens=len(words), finish="stop")]
 
 
 def called(name: str, arguments: str, *, call_id: str = "call_1") -> list[dict[str, Any]]:
-    """The chunks of an answer that calls one tool, its arguments in two pieces."""
+    """Return the chunks of an answer that calls one tool, its arguments in two pieces."""
     half = len(arguments) // 2
     first = {"index": 0, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
     pieces = [{"index": 0, "function": {"arguments": part}} for part in (arguments[:half], arguments[half:])]
@@ -166,7 +166,7 @@ def _refused(refusal: Refusal) -> Response:
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[StandIn]:
-    """Serves a StandIn on a port of its own."""
+    """Serve a StandIn on a port of its own."""
     stand_in = StandIn()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stand_in.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"

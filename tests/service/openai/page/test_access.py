@@ -50,7 +50,7 @@ CONTRAST = """(() => {
 
 @pytest.fixture(params=["light", "dark"])
 def full(browser: Chromium, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """A page that shows one of everything."""
+    """Yield a page that shows one of everything."""
     with opened(browser, dark=request.param == "dark") as page:
         page.tab.click("#open-settings")
         page.tab.click(".toggle")
@@ -75,7 +75,7 @@ def test_all_text_has_enough_contrast(full: Page) -> None:
 
 
 def tree(page: Page) -> list[dict[str, Any]]:
-    """What assistive programs are told of the page."""
+    """Return what assistive programs are told of the page."""
     page.tab.call("Accessibility.enable")
     nodes: list[dict[str, Any]] = page.tab.call("Accessibility.getFullAXTree")["nodes"]
     return [node for node in nodes if not node["ignored"]]

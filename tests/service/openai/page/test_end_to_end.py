@@ -23,7 +23,7 @@ pytestmark = pytest.mark.sweep
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The page of a server that has the demo model."""
+    """Yield the page of a server that has the demo model."""
     port = free_port()
     with served_demo("--openai-port", str(port)):
         yield f"http://127.0.0.1:{port}/"

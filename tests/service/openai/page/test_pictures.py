@@ -38,7 +38,7 @@ GIVE = """((kind, files) => {
 
 @pytest.fixture
 def page(browser: Chromium) -> Iterator[Page]:
-    """The page of a server whose model takes pictures."""
+    """Yield the page of a server whose model takes pictures."""
     with opened(browser, seeing=("toy",)) as page:
         page.tab.wait("!document.querySelector('#add-picture').hidden")
         yield page

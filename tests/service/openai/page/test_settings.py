@@ -28,7 +28,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 
 @pytest.fixture(autouse=True)
 def shown(page: Page) -> None:
-    """The settings are open."""
+    """Open the settings."""
     page.tab.click("#open-settings")
 
 

@@ -14,7 +14,9 @@ _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 def events_of(sent: str) -> list[dict[str, Any]]:
-    """The events of a stream, as they were sent. Each must be one of openai's types, with its number."""
+    """Return the events of a stream, as they were sent. Each must be one of openai's types, with its
+    number.
+    """
     blocks = sent.split("\n\n")
     assert blocks.pop() == "", "a stream ends with a whole event"
     events = []
@@ -29,13 +31,14 @@ def events_of(sent: str) -> list[dict[str, Any]]:
 
 
 def kinds_of(events: list[dict[str, Any]]) -> list[str]:
-    """The types of the events, without "response.", and each run of deltas as one."""
+    """Return the types of the events, without "response.", and each run of deltas as one."""
     kinds = [event["type"].removeprefix("response.") for event in events]
     return [kind for i, kind in enumerate(kinds) if not kind.endswith(".delta") or kinds[i - 1 : i] != [kind]]
 
 
 def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What openai's client makes of the events up to the last one: the text, the calls and the reasoning.
+    """Return what openai's client makes of the events up to the last one: the text, the calls and the
+    reasoning.
 
     It adds up deltas, which have to come to what the last event's response says.
     """

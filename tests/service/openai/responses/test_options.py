@@ -39,13 +39,13 @@ FORMAT = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": Tr
 
 
 def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
-    """A choice that leaves the functions of these names."""
+    """Make a choice that leaves the functions of these names."""
     tools = [{"type": "function", "name": name} for name in names]
     return {"type": "allowed_tools", "mode": mode, "tools": tools}
 
 
 def text_tool(**text: Any) -> Tool:
-    """The function that stands for `CUSTOM`, if its text is so."""
+    """Return the function that stands for `CUSTOM`, if its text is so."""
     schema = {
         "type": "object",
         "properties": {"input": {"type": "string", **text}},
@@ -56,7 +56,7 @@ def text_tool(**text: Any) -> Tool:
 
 
 def options(**fields: Any) -> dict[str, Any]:
-    """The options that are not None."""
+    """Return the options that are not None."""
     body = ResponsesBody.model_validate({"model": "demo", "input": "hi", **fields})
     return {name: value for name, value in response_options(body, FACTS).items() if value is not None}
 

@@ -33,7 +33,7 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call
 
 
 def scripted(scripts: dict[str, str], **options: Any) -> Any:
-    """An engine that writes these texts, which may hold markers, to these prompts."""
+    """Make an engine that writes these texts, which may hold markers, to these prompts."""
     tokens = {prompt: CODEC.encode(text, add_special_tokens=False) for prompt, text in scripts.items()}
     return fake(
         **{"codec": CODEC, "vocab_size": QWEN_VOCAB, "max_model_len": 2000, "scripts": tokens, **options}
@@ -41,7 +41,7 @@ def scripted(scripts: dict[str, str], **options: Any) -> Any:
 
 
 async def post(rig: FrontRig, **fields: Any) -> Any:
-    """The reply to a request, as it came."""
+    """Return the reply to a request, as it came."""
     return await rig.http.post("/v1/responses", json={"model": "fake", "input": "hi", **fields})
 
 

@@ -51,7 +51,7 @@ def asked(**fields: Any) -> Asked:
 def streamed(
     deltas: Sequence[Delta], finish: Finish = EOS, made: Asked | None = None
 ) -> list[dict[str, Any]]:
-    """The events of a stream with these deltas."""
+    """Return the events of a stream with these deltas."""
     writer = ResponseWriter(made or asked())
     sent: list[StreamEvent] = [STARTED, *deltas, Finished(0, finish, ""), Summary(USAGE, TIMING)]
     return events_of("".join([*(writer.feed(event) for event in sent), writer.last()]))
@@ -103,7 +103,7 @@ def test_events_come_in_openais_order() -> None:
 
 
 def pieces(text: str) -> st.SearchStrategy[list[str]]:
-    """The text cut anywhere."""
+    """Draw the text cut anywhere."""
     return st.lists(st.integers(0, len(text)), max_size=4).map(
         lambda cuts: [text[a:b] for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True)]
     )

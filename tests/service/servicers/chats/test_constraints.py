@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 async def both(rig, prompt="a", **fields):
-    """Generate's one output, which must equal Stream's."""
+    """Return Generate's one output, which must equal Stream's."""
     whole = await asyncio.wait_for(rig.inference.Generate(generate(prompt, **fields)), 20)
     parts = joined(await collect(rig.inference.Stream(stream(prompt, **fields))))
     assert parts.outputs == whole.outputs

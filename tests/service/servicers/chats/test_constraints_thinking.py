@@ -37,7 +37,7 @@ def compiler() -> Iterator[None]:
 
 
 def engine(script: str, prompt: str, **options: Any) -> Any:
-    """An engine that writes the script, which may hold markers, to the prompt."""
+    """Make an engine that writes the script, which may hold markers, to the prompt."""
     scripts = {prompt: CODEC.encode(script, add_special_tokens=False)}
     fields = {"codec": CODEC, "vocab_size": QWEN_VOCAB, "max_model_len": 2000, "scripts": scripts}
     made = fake(**{**fields, **options})
@@ -46,14 +46,14 @@ def engine(script: str, prompt: str, **options: Any) -> Any:
 
 
 def asked(prompt: str) -> types_pb2.ChatPrompt:
-    """A chat that is rendered as `prompt`."""
+    """Make a chat that is rendered as `prompt`."""
     options = json.dumps({"thinking": prompt == OPENED})
     user = types_pb2.ChatMessage(role="user", content="hi")
     return types_pb2.ChatPrompt(messages=[user], template_options_json=options)
 
 
 async def both(rig: Any, prompt: str, **fields: Any) -> Any:
-    """Generate's outputs, which must equal Stream's."""
+    """Return Generate's outputs, which must equal Stream's."""
     fields = {"chat": asked(prompt), "request_id": "one", **fields}
     whole = await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 20)
     parts = joined(await collect(rig.inference.Stream(stream(**fields))))

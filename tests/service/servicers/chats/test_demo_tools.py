@@ -56,7 +56,9 @@ def chat(*turns: types_pb2.ChatMessage, **fields: Any) -> types_pb2.ChatPrompt:
 
 
 async def both(rig: Any, **fields: Any) -> Any:
-    """The outputs on which Generate and Stream agree, except for the ids of calls, which are Generate's."""
+    """Return the outputs on which Generate and Stream agree, except for the ids of calls, which are
+    Generate's.
+    """
     fields = {"stopping": {"max_tokens": 200}, "sampling": GREEDY, **fields}
     whole = await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 60)
     parts = joined(await collect(rig.inference.Stream(stream(**fields))))

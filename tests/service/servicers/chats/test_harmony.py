@@ -30,7 +30,7 @@ ROLE_CALL = " to=functions.put<|channel|>commentary json<|message|>{}<|call|>"
 
 
 def engine(script: str, prompt: str = PROMPT, **options: Any) -> Any:
-    """An engine that writes the script to the prompt."""
+    """Make an engine that writes the script to the prompt."""
     return fake(
         codec=CODEC,
         vocab_size=264,

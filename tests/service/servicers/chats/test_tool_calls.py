@@ -39,14 +39,16 @@ def chat(**fields: Any) -> types_pb2.ChatPrompt:
 
 
 def qwen(script: str, prompt: str = PROMPT, **options: Any) -> Any:
-    """An engine that writes the script, which may hold markers, to the prompt."""
+    """Make an engine that writes the script, which may hold markers, to the prompt."""
     scripts = {prompt: CODEC.encode(script, add_special_tokens=False)}
     fields = {"codec": CODEC, "vocab_size": QWEN_VOCAB, "max_model_len": 2000, "scripts": scripts}
     return fake(**{**fields, **options})
 
 
 def without_ids(reply):
-    """Outputs without the ids of calls, which are new each time: nine letters and digits, no two alike."""
+    """Return outputs without the ids of calls, which are new each time: nine letters and digits, no two
+    alike.
+    """
     calls = [call for output in reply.outputs for call in output.tool_calls]
     assert all(re.fullmatch("[A-Za-z0-9]{9}", call.id) for call in calls)
     assert len({call.id for call in calls}) == len(calls)
@@ -56,7 +58,7 @@ def without_ids(reply):
 
 
 async def both(rig, **fields):
-    """Generate's outputs. Stream's deltas add up to them, however they are cut."""
+    """Return Generate's outputs. Stream's deltas add up to them, however they are cut."""
     fields = {"chat": chat(), "request_id": "one", **fields}
     whole = without_ids(await asyncio.wait_for(rig.inference.Generate(generate(**fields)), 20))
     whole.timing.Clear()
@@ -73,7 +75,7 @@ async def both(rig, **fields):
 
 
 def from_pieces(messages):
-    """The reply that a stream with calls in pieces adds up to."""
+    """Return the reply that a stream with calls in pieces adds up to."""
     assert not any(message.delta.tool_calls for message in messages)
     whole = joined(messages)
     for message in messages:
@@ -88,7 +90,7 @@ def from_pieces(messages):
 
 
 def said(output):
-    """The text, the reasoning and the calls."""
+    """Return the text, the reasoning and the calls."""
     calls = [(call.name, call.arguments_json) for call in output.tool_calls]
     return output.text, output.reasoning, calls
 

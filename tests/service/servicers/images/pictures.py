@@ -70,7 +70,7 @@ class Processor:
 
 
 def picture_engine(processor: Processor | None = None, **options: Any) -> FakeEngine:
-    """A fake engine that takes pictures within LIMITS."""
+    """Make a fake engine that takes pictures within LIMITS."""
     engine = fake(**{"codec": CODEC, "max_model_len": 64} | options)
     made = QwenProcessor(
         processor or Processor(),
@@ -85,7 +85,7 @@ def picture_engine(processor: Processor | None = None, **options: Any) -> FakeEn
 
 
 def picture(width: int = 16, height: int = 8, form: str = "PNG") -> bytes:
-    """A grey picture, by default of two tokens."""
+    """Make a grey picture, by default of two tokens."""
     buffer = io.BytesIO()
     Pil.new("L", (width, height), 100).save(buffer, form)
     return buffer.getvalue()

@@ -32,7 +32,7 @@ Case = dict[str, Any]
 
 
 def template(name: str) -> str:
-    """Writes a conversation as the golden's text. Content without a picture is one text."""
+    """Write a conversation as the golden's text. Content without a picture is one text."""
     shown = f"'{MARKS[name]}' if c.type == 'image' else c.text"
     parts = "{% for c in messages[0].content %}{{ " + shown + " }}{% endfor %}"
     return "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}" + parts + "{% endif %}"
@@ -57,7 +57,7 @@ def images(folder: Path, case: Case) -> list[Image]:
 
 
 def content(folder: Path, case: Case) -> list[str | Image]:
-    """The text of the case with its pictures in their places."""
+    """Return the text of the case with its pictures in their places."""
     texts = case["text"].split(MARKS[folder.name])
     parts: list[str | Image] = [texts[0]]
     for image, text in zip(images(folder, case), texts[1:], strict=True):

@@ -20,7 +20,7 @@ TWO_TOKENS, FOUR_TOKENS = picture(16, 8), picture(16, 16, "JPEG")
 
 
 def chat(*parts: str | bytes) -> dict[str, Any]:
-    """A turn of words and pictures."""
+    """Make a turn of words and pictures."""
     sent = [{"text": part} if isinstance(part, str) else {"image": {"data": part}} for part in parts]
     return {"chat": {"messages": [types_pb2.ChatMessage(role="user", parts=sent)]}}  # type: ignore[arg-type]
 

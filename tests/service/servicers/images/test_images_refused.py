@@ -24,7 +24,7 @@ def turn(*parts: types_pb2.ContentPart, **fields: Any) -> types_pb2.ChatMessage:
 
 
 async def refused(rig: Rig, prompt: str | None = None, **fields: Any) -> Failure:
-    """The answer of Generate, which is Stream's, too."""
+    """Return the answer of Generate, which is Stream's, too."""
     failure = await failure_of(rig.inference.Generate(generate(prompt, **fields)))
     streamed = await failure_of(rig.inference.Stream(stream(prompt, **fields)).read())
     assert (failure.code, failure.reason, failure.message) == (

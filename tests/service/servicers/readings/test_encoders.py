@@ -29,8 +29,8 @@ CLASSIFIER = types_pb2.RERANK_METHOD_CLASSIFIER
 
 
 def with_words(name: str, folder: Path) -> Path:
-    """The golden with a tokenizer that writes token i as "<i>". Two texts stand side by side, and the tokens
-    of the second have type 1, as in the golden's cases.
+    """Write the golden with a tokenizer that writes token i as "<i>". Two texts stand side by side, and the
+    tokens of the second have type 1, as in the golden's cases.
     """
     shutil.copytree(GOLDEN / "encoders" / name, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())

@@ -234,9 +234,9 @@ async def test_an_abort_ends_all():
 
 
 def made_to_judge(folder: Path) -> Path:
-    """The golden as a model that writes tokens: the head of its classifier is that of "yes", and "no" has
-    zeros, so the difference of both is the classifier's logit. Token i is written as "<i>", and the template,
-    which knows queries and documents by their roles, shows documents alone.
+    """Write the golden as a model that writes tokens: the head of its classifier is that of "yes", and "no"
+    has zeros, so the difference of both is the classifier's logit. Token i is written as "<i>", and the
+    template, which knows queries and documents by their roles, shows documents alone.
     """
     golden = GOLDEN / "judges" / "qwen3_reranker"
     tensors = load_file(golden / "model.safetensors")

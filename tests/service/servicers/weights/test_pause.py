@@ -28,7 +28,7 @@ async def is_paused(rig: Rig) -> bool:
 
 
 async def running(rig: Rig, prompt: str = "a") -> Any:
-    """A Generate that runs, and makes no token before the engine is told to step."""
+    """Start a Generate that runs, and makes no token before the engine is told to step."""
     before = len(rig.engine.seen)
     call = asyncio.ensure_future(rig.inference.Generate(generate(prompt)))
     await until(lambda: len(rig.engine.seen) > before)

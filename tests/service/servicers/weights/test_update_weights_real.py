@@ -37,7 +37,7 @@ NORM = "model.norm.weight"
 
 
 def tensors_of(file: Path) -> Tensors:
-    """The tensors of a safetensors file."""
+    """Return the tensors of a safetensors file."""
     data = file.read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + size])
@@ -79,7 +79,7 @@ Answer = tuple[tuple[int, ...], bytes]
 
 
 async def answer(rig: Rig) -> Answer:
-    """What the server generates greedily: token ids, and all log-probabilities bit for bit."""
+    """Return what the server generates greedily: token ids, and all log-probabilities bit for bit."""
     request = generate(
         PROMPT,
         sampling={"temperature": 0},
@@ -103,7 +103,7 @@ def engine() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def new_answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
-    """What a fresh server answers that has loaded the new weights from a file."""
+    """Return what a fresh server answers that has loaded the new weights from a file."""
     folder = tmp_path_factory.mktemp("new") / "qwen3"
     shutil.copytree(CHECKPOINT, folder)
     written(NEW, folder / "model.safetensors")
@@ -117,7 +117,7 @@ def new_answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
 
 @pytest.fixture(scope="module")
 def old_answer(engine: Any) -> Answer:
-    """What the weights of the start answer."""
+    """Return what the weights of the start answer."""
 
     async def ask() -> Answer:
         async with serving(engine) as rig:
@@ -189,7 +189,7 @@ async def test_a_file_elsewhere_is_not_read(engine: Any, tmp_path: Path, old_ans
 
 
 def _with(name: str, sent: SentTensor | None = None, data: bytes | None = None) -> Tensors:
-    """The new weights, with one tensor described or filled otherwise."""
+    """Return the new weights, with one tensor described or filled otherwise."""
     old_sent, old_data = NEW[name]
     return NEW | {name: (sent or old_sent, old_data if data is None else data)}
 

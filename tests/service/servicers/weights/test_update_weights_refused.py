@@ -29,7 +29,7 @@ Spoil = Callable[[list[Step]], list[Step]]
 
 @asynccontextmanager
 async def unharmed(**options: Any) -> AsyncIterator[Rig]:
-    """A server which at the end has the weights of its start, nothing open, and takes an update."""
+    """Run a server which at the end has the weights of its start, nothing open, and takes an update."""
     async with serving(fake(), **options) as rig:
         yield rig
         updater = rig.engine.updater

@@ -34,7 +34,7 @@ def level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture, logger: str = ACCESS) -> list[str]:
-    """The lines of a log, with S for each time."""
+    """Return the lines of a log, with S for each time."""
     messages = [record.getMessage() for record in caplog.records if record.name == logger]
     return [SECONDS.sub("S", message) for message in messages]
 

@@ -22,7 +22,7 @@ WAIT_S = 60
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Puts the process's logging back as it was."""
+    """Put the process's logging back as it was."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

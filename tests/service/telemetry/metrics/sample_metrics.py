@@ -37,7 +37,9 @@ def sample_registry(exemplar_at_s: float = 1_700_000_000.5) -> Registry:
 
 
 def promtool_complaints(page: bytes) -> list[str]:
-    """What `promtool check metrics` says about a page in the text format. Raises if it cannot be parsed."""
+    """Return what `promtool check metrics` says about a page in the text format. Raises if it cannot be
+    parsed.
+    """
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool, of Prometheus, is not installed")

@@ -141,7 +141,7 @@ def test_a_request_that_ends_within_its_head():
 
 @pytest.fixture
 def long_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections may last longer than a test waits, so that what ends them is what the test is about."""
+    """Let connections last longer than a test waits, so that what ends them is what the test is about."""
     monkeypatch.setattr(module, "CONNECTION_S", 10 * WAIT_S)
     monkeypatch.setattr(module, "HEAD_S", 10 * WAIT_S)
 

@@ -42,7 +42,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 @pytest.fixture(scope="module")
 def prometheus(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Prometheus that scrapes the endpoint every second."""
+    """Yield the address of a Prometheus that scrapes the endpoint every second."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("Prometheus is not installed")
@@ -69,7 +69,7 @@ def prometheus(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def asked(prometheus: str, path: str, **question: str) -> list[Any]:
-    """What Prometheus answers, once it is more than nothing."""
+    """Return what Prometheus answers, once it is more than nothing."""
     url = f"http://{prometheus}/api/v1/{path}?{urllib.parse.urlencode(question)}"
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:

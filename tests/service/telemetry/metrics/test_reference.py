@@ -26,7 +26,7 @@ PAGE = (Path(__file__).parents[4] / "docs" / "reference" / "metrics.md").read_te
 
 
 def row(instrument: Instrument) -> str:
-    """The line of the page's table for this metric."""
+    """Return the line of the page's table for this metric."""
     labels = ", ".join(f"`{label}`" for label in instrument.labels) or "-"
     unit = f"`{instrument.unit}`"
     names = f"`{prometheus_name(instrument)}` | `{instrument.name}`"

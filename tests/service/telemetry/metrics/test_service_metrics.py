@@ -61,7 +61,9 @@ async def page_of(server: PenstockServer, accept: str = "application/openmetrics
 
 
 async def value(rig: Rig, name: str, **labels: str) -> float:
-    """The value of the only sample with this name and, among others, these labels; 0 if there is none."""
+    """Return the value of the only sample with this name and, among others, these labels; 0 if there is
+    none.
+    """
     found = [
         sample.value
         for family in text_string_to_metric_families(await page_of(rig.server))
@@ -73,7 +75,7 @@ async def value(rig: Rig, name: str, **labels: str) -> float:
 
 
 async def counts(rig: Rig, method: str, code: str, number: int) -> None:
-    """Waits until the server has counted so many calls: it counts one when its answer has gone."""
+    """Wait until the server has counted so many calls: it counts one when its answer has gone."""
     labels = {"rpc_system_name": "grpc", "rpc_method": method, "rpc_response_status_code": code}
     async with asyncio.timeout(WAIT_S):
         while await value(rig, CALLS, **labels) != number:  # noqa: ASYNC110 -- what is watched has no event

@@ -33,7 +33,7 @@ HTTP = {f"{NAME}_PROTOCOL": "http/protobuf"}
 
 
 def to(environ: dict[str, str], signal: Signal = "traces", **options: Any) -> Destination:
-    """The destination, which there must be."""
+    """Return the destination, which there must be."""
     found = destination(TracingOptions(**options), signal, environ)
     assert found is not None
     return found

@@ -124,7 +124,7 @@ def sent_at_last(receiver: OtlpReceiver, tracing: Tracing, count: int) -> None:
 
 @pytest.fixture
 def tracing(receiver: OtlpReceiver) -> Iterator[Tracing]:
-    """Gives up a batch after ten seconds."""
+    """Yield tracing that gives up a batch after ten seconds."""
     tracing = tracing_to(receiver)
     yield tracing
     tracing.shutdown(0.0)
@@ -352,7 +352,7 @@ def test_a_connection_is_kept_for_all_batches(receiver: OtlpReceiver) -> None:
 
 @contextlib.contextmanager
 def counting_relay(to: int) -> Iterator[tuple[int, list[int]]]:
-    """A port that forwards one connection, and the sizes of what the client sends."""
+    """Yield a port that forwards one connection, and the sizes of what the client sends."""
     counted: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

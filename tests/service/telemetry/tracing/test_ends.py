@@ -39,7 +39,7 @@ class Trace:
         self.phases = children_of(self.request, self.spans)
 
     def below(self, phase: str) -> list[str]:
-        """The names of the spans below a phase."""
+        """Return the names of the spans below a phase."""
         (above,) = [span for span in self.phases if span.name == phase]
         return [span.name for span in children_of(above, self.spans)]
 
@@ -55,7 +55,9 @@ class Trace:
         return [s for s in linked if ids in [(link.trace_id, link.span_id) for link in s.links]]
 
     def check(self, names: list[str], method: str = STREAM) -> None:
-        """It is one trace, whose phases are these and tile the request, and its links lead both ways."""
+        """Check that it is one trace, whose phases are these and tile the request, and that its links lead
+        both ways.
+        """
         assert (self.rpc.name, self.rpc.kind) == (method, "SERVER")
         assert [phase.name for phase in self.phases] == names
         assert sum(phase.duration_ns for phase in self.phases) == self.request.duration_ns
@@ -83,13 +85,13 @@ async def traced(
     receiver: OtlpReceiver, level: TraceLevel = TraceLevel.STEPS, *, options: dict[str, Any] | None = None,
     **engine: Any
 ) -> AsyncIterator[Rig]:  # fmt: skip
-    """A server. When it has stopped, the receiver has all its spans."""
+    """Run a server. When it has stopped, the receiver has all its spans."""
     async with serving(fake(**engine), tracing=tracing_to(receiver, level), **(options or {})) as rig:
         yield rig
 
 
 async def begun(rig: Rig, steps: int = 2, **fields: Any) -> Any:
-    """A stream that has its first tokens."""
+    """Make a stream that has its first tokens."""
     call = rig.inference.Stream(stream("a", request_id="r", **fields), metadata=SAMPLED)
     await until(lambda: len(rig.engine.seen) == 1)
     rig.engine.step(steps)
@@ -358,5 +360,5 @@ async def test_over_http_too() -> None:
 
 
 async def _rest(call: Any) -> list[Any]:
-    """The messages that were not read yet."""
+    """Return the messages that were not read yet."""
     return [message async for message in read_all(call)]

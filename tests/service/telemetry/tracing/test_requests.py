@@ -32,8 +32,8 @@ PHASES = ["tokenize", "submit", "queue", "prefill", "decode", "reply"]
 
 
 def assert_tiled(recorder, request, names):
-    """The phases are these, each begins where the one before ends, and together they last as long as the
-    request.
+    """Check that the phases are these, each begins where the one before ends, and together they last as long
+    as the request.
     """
     phases = recorder.children(request)
     assert [phase.name for phase in phases] == names

@@ -58,7 +58,7 @@ def held(engine: EngineCore) -> Gate:
 
 
 def some_requests(seed: int) -> list[tuple[Request, int]]:
-    """Requests, and how many outputs each has."""
+    """Make requests, and say how many outputs each has."""
     rng = random.Random(seed)
     shared = rng.choices(range(VOCAB), k=20)
     return [

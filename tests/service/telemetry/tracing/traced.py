@@ -109,22 +109,22 @@ class Traced:
         )
 
     def end(self, name: str, timing: RequestTiming, num_tokens: int, generation: int = 1) -> None:
-        """An output ends in the engine."""
+        """End an output in the engine."""
         output = StepOutput(
             name, finish=Finish(FinishReason.EOS), timing=timing, weights_generation=generation
         )
         self.read(Ended(timing.finished_ns, request(name, None), output, num_tokens))
 
     def cancel(self, name: str, timing: RequestTiming, num_tokens: int) -> None:
-        """An output is dropped in the engine."""
+        """Drop an output in the engine."""
         self.read(Cancelled(timing.finished_ns, request(name, None), timing, num_tokens))
 
     def close(self, context: RequestContext, **fields: Any) -> None:
-        """The request ends for its caller."""
+        """End the request for its caller."""
         self.read(Noted(0, closed(context, **fields)))
 
     def children(self, context: RequestContext, phase: str) -> list[ReceivedSpan]:
-        """The spans below a phase of this request, by their beginning."""
+        """Return the spans below a phase of this request, by their beginning."""
         (above,) = [
             span for span in self.spans if (span.name, span.parent_id) == (phase, context.span_id.hex())
         ]
@@ -143,7 +143,7 @@ def request(name: str, context: RequestContext | None) -> Request:
 
 
 def closed(context: RequestContext, **fields: Any) -> Closed:
-    """The note of a request's end: by default one output, which lasted from 0 to 100 ms."""
+    """Return the note of a request's end: by default one output, which lasted from 0 to 100 ms."""
     given: dict[str, Any] = {
         "name": "text_completion toy",
         "start_ns": 0,
@@ -168,7 +168,7 @@ def decode(name: str, max_samples: int = 1) -> PlanRow:
 
 
 def applied(generation: int) -> Applied:
-    """A weight update to this generation."""
+    """Make a weight update to this generation."""
     return Applied(
         WeightsVersion(f"w{generation}", generation),
         WeightsVersion(f"w{generation - 1}", generation - 1),

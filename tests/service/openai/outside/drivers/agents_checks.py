@@ -37,7 +37,7 @@ def responses_model(endpoint):
 
 
 def agent(model, instructions=None, **changes):
-    """An agent without instructions unless given: the demo model knows no words for them."""
+    """Make an agent without instructions unless given: the demo model knows no words for them."""
     settings = agents.ModelSettings(temperature=0, max_tokens=200)
     return agents.Agent(
         name="demo", instructions=instructions, model=model, **({"model_settings": settings} | changes)

@@ -44,7 +44,7 @@ def asked(endpoint, **fields):
 
 
 def only_known_fields(value):
-    """The value itself, after a look at all that is in it."""
+    """Return the value itself, after a look at all that is in it."""
     if isinstance(value, BaseModel):
         assert not value.model_extra, (type(value), value.model_extra)
         for name in type(value).model_fields:
@@ -60,7 +60,7 @@ def create(endpoint, **fields):
 
 
 def raised(kind, call):
-    """The error of this kind that `call` raises."""
+    """Return the error of this kind that `call` raises."""
     try:
         call()
     except kind as error:
@@ -144,7 +144,7 @@ def check_max_tokens(endpoint):
 
 
 def check_sampling(endpoint):
-    """The client's types have no such fields any more; programs send them."""
+    """Check sampling, for which the client's types have no fields any more; programs send them."""
     extra = {"temperature": 0, "top_p": 0.9, "top_k": 5}
     assert create(endpoint, extra_body=extra).content[0].text == ANSWER
 

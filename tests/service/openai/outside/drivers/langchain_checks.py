@@ -38,7 +38,7 @@ def chat(endpoint, **changes):
 
 
 def calls_the_tool_and_answers(model):
-    """A loop of one round: the model's call, the tool's result, the model's answer."""
+    """Run a loop of one round: the model's call, the tool's result, the model's answer."""
     able = model.bind_tools([get_weather])
     first = able.invoke([ASK])
     (call,) = first.tool_calls

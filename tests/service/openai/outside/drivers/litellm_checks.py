@@ -32,7 +32,7 @@ class Sum(BaseModel):
 
 
 def upstream(endpoint):
-    """The arguments by which LiteLLM takes the front for one of its OpenAI-compatible upstreams."""
+    """Return the arguments by which LiteLLM takes the front for one of its OpenAI-compatible upstreams."""
     return {
         "model": f"openai/{endpoint.model}",
         "api_base": endpoint.url,
@@ -152,7 +152,7 @@ def check_responses_stream(endpoint):
 
 
 def raised(kind, **changes):
-    """The error of this kind that a call raises."""
+    """Return the error of this kind that a call raises."""
     try:
         litellm.completion(**({"messages": SUM} | changes))
     except kind as error:
@@ -212,7 +212,7 @@ async def check_arerank_without_documents(endpoint):
 
 
 def of_anthropic(endpoint):
-    """The arguments by which LiteLLM takes the front for an upstream that speaks Anthropic's API."""
+    """Return the arguments by which LiteLLM takes the front for an upstream that speaks Anthropic's API."""
     return {
         "model": f"anthropic/{endpoint.model}",
         "api_base": endpoint.url.removesuffix("/v1"),

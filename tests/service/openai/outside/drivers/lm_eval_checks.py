@@ -48,7 +48,9 @@ def remote(endpoint, kind="local-completions", path="completions", **more):
 
 
 def prompt_logprobs(endpoint, text):
-    """The log-probabilities of the tokens of a text, without one of an output, and the number of tokens."""
+    """Return the log-probabilities of the tokens of a text, without one of an output, and the number of
+    tokens.
+    """
     body = {"model": endpoint.model, "prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
     request = urllib.request.Request(
         f"{endpoint.url}/completions",
@@ -72,7 +74,9 @@ def check_chat_template_is_the_servers(endpoint):
 
 
 def check_loglikelihoods_are_of_the_continuation_alone(endpoint):
-    """It takes one token of the output off the end of the list, whatever that token is."""
+    """Check the harness, which takes one token of the output off the end of the list, whatever that token
+    is.
+    """
     model = remote(endpoint)
     requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
     for (context, continuation), (found, _) in zip(PAIRS, model.loglikelihood(requests), strict=True):

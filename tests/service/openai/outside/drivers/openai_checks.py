@@ -54,7 +54,7 @@ def connect(endpoint, kind=openai.OpenAI, strict=True, **changes):
 
 
 def only_known_fields(value):
-    """The value itself, after a look at all that is in it."""
+    """Return the value itself, after a look at all that is in it."""
     if isinstance(value, BaseModel):
         assert not set(value.model_extra or ()) - ADDED, (type(value), value.model_extra)
         for name in type(value).model_fields:
@@ -440,7 +440,7 @@ def check_stream_that_is_closed_early(endpoint):
 
 
 def raised(kind, call, **options):
-    """The error of this kind that the call raises."""
+    """Return the error of this kind that the call raises."""
     try:
         call(**options)
     except kind as error:
@@ -500,7 +500,7 @@ LINE = {"method": "POST", "url": "/v1/chat/completions"}
 
 
 def batch_of(endpoint, **bodies):
-    """A batch with a line for each of these ids."""
+    """Make a batch with a line for each of these ids."""
     client = connect(endpoint)
     lines = [json.dumps({"custom_id": name, **LINE, "body": body}) for name, body in bodies.items()]
     file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
@@ -510,7 +510,7 @@ def batch_of(endpoint, **bodies):
 
 
 def ended(endpoint, batch):
-    """The batch once it has ended."""
+    """Return the batch once it has ended."""
     until = time.monotonic() + 60
     while batch.status not in ("completed", "failed", "expired", "cancelled"):
         assert time.monotonic() < until, batch

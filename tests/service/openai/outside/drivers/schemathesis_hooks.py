@@ -21,8 +21,8 @@ MOST = 4
 
 @schemathesis.hook
 def map_body(context, body):
-    """The body with the demo model's name where it has some text for it, with a question at the end of its
-    messages, with little to write, and with both texts of a pair.
+    """Return the body with the demo model's name where it has some text for it, with a question at the end of
+    its messages, with little to write, and with both texts of a pair.
     """
     if not isinstance(body, dict):
         return body

@@ -49,7 +49,7 @@ async def check_a_stream(endpoint):
 
 
 async def check_a_tool(endpoint):
-    """A function has the name of its plugin, too, which the demo model does not know. So a call is
+    """Check a function that has the name of its plugin, too, which the demo model does not know. So a call is
     required.
     """
     plugin = Weather()
