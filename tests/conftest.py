@@ -124,7 +124,7 @@ def changes_since(revision: str | None) -> drawing.Touched:
 
 
 def sweep_key(item: pytest.Item) -> drawing.SweepKey:
-    """What the test is drawn by."""
+    """Return what the test is drawn by."""
     callspec = getattr(item, "callspec", None)
     values = [value for value in callspec.params.values() if isinstance(value, str)] if callspec else []
     family = next((value for value in values if value in GOLDENS), "")
@@ -196,7 +196,7 @@ def programs() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of a file share a worker, and what they set up; those of APART do not, and the files of
+    """Let the tests of a file share a worker, and what they set up; those of APART do not, and the files of
     TOGETHER do, too.
     """
     if config.getoption("dist") != "loadfile":

@@ -75,7 +75,7 @@ SPARE_BYTES = 64 << 20
 
 
 def small(name: str) -> ModelConfig:
-    """The model with one layer of each kind, in their order, and the small vocabulary."""
+    """Return the model with one layer of each kind, in their order, and the small vocabulary."""
     if (PUBLISHED / f"{name}.json").exists():
         data = published(name)
     else:

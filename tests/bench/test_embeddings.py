@@ -8,7 +8,7 @@ from bench.embeddings.__main__ import Side, table, workloads
 
 
 def side(name: str, first: list[float]) -> Side:
-    """An engine that took 1, 2 and 4 seconds for each workload, and half of it of the processor."""
+    """Make an engine that took 1, 2 and 4 seconds for each workload, and half of it of the processor."""
     child: Any = None
     seconds = {workload: [4.0, 1.0, 2.0] for workload in workloads()}
     halves = {workload: [2.0, 0.5, 1.0] for workload in workloads()}

@@ -10,7 +10,7 @@ from penstock.cli.measuring.stats import RequestTrace
 
 
 def trace(sent, times, *, prompt=10, each=1, error=None):
-    """A trace that ends with its last arrival."""
+    """Make a trace that ends with its last arrival."""
     return RequestTrace(sent, tuple((time, each) for time in times), max(times, default=sent), prompt, error)
 
 

@@ -28,7 +28,7 @@ class OneEach:
 
 
 def clock():
-    """A clock whose readings are one second apart."""
+    """Make a clock whose readings are one second apart."""
     ticks = count()
     return lambda: float(next(ticks))
 

@@ -10,7 +10,7 @@ from penstock.runtime.scheduling.plan import Plan, PlanRow, Speculated
 
 
 def record(step_id, times_us, *, ids=("a",), decode_only=True, num_steps=1):
-    """A record from times in microseconds: started, scheduled, packed, dispatched, waiting, waited,
+    """Make a record from times in microseconds: started, scheduled, packed, dispatched, waiting, waited,
     committed.
     """
     tokens = 1 if decode_only else 2
@@ -21,7 +21,9 @@ def record(step_id, times_us, *, ids=("a",), decode_only=True, num_steps=1):
 
 
 def step(step_id, started_us, **more):
-    """A record of a step that takes 1 us to schedule, 1 to pack, 1 to dispatch, 3 to wait and 4 to commit."""
+    """Make a record of a step that takes 1 us to schedule, 1 to pack, 1 to dispatch, 3 to wait and 4 to
+    commit.
+    """
     return record(step_id, [started_us + after for after in (0, 1, 2, 3, 3, 6, 10)], **more)
 
 

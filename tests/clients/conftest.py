@@ -277,7 +277,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
 
 @contextlib.contextmanager
 def running(address: str = "127.0.0.1:0") -> Iterator[FakeServer]:
-    """A fake server on a free port or on a Unix socket."""
+    """Run a fake server on a free port or on a Unix socket."""
     fake = FakeServer()  # type: ignore[abstract]  # RPCs of adapters have a fake of their own
     fake.set_health(True)
     server = grpc.server(ThreadPoolExecutor(16))

@@ -18,7 +18,7 @@ PATH = "/var/profiles/profile-20261122T120000-000"
 
 
 def expected(folder: Path | None = None) -> Profile:
-    """What a client returns, whose files are in `folder`."""
+    """Return what a client returns, whose files are in `folder`."""
     return Profile(path=PATH, steps=7, num_bytes=NUM_BYTES, duration=1.25, folder=folder)
 
 

@@ -67,5 +67,5 @@ def test_go_has_the_code_that_the_client_has(tmp_path: Path) -> None:
 
 
 def without_version(path: Path) -> str:
-    """What a generated file says, but for the version of protoc."""
+    """Return what a generated file says, but for the version of protoc."""
     return re.sub(r"(?m)^// ?[-\t ]*protoc .*\n", "", path.read_text())

@@ -21,12 +21,12 @@ VARIES = "(varies)"
 
 
 def compact(value: Any) -> str:
-    """A document in one line, with sorted keys."""
+    """Write a document in one line, with sorted keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def normal(case: Case, outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a driver's answer in the form in which answers are compared."""
+    """Make a copy of a driver's answer in the form in which answers are compared."""
     made = {"messages": list(_merged(outcome["messages"])), "status": outcome["status"]}
     in_one_way: dict[str, Any] = _numbers(made)
     for path in case.vary:
@@ -44,13 +44,13 @@ def agrees_with_table(case: Case, answer: Mapping[str, Any]) -> None:
 
 
 def _lines(value: Any) -> list[str]:
-    """A document in many lines, so that pytest shows the ones that differ."""
+    """Write a document in many lines, so that pytest shows the ones that differ."""
     return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False).splitlines()
 
 
 def _merged(messages: Sequence[Any]) -> Iterator[Any]:
-    """The messages, where events of outputs that follow one another are sorted by output, and in each output
-    deltas that follow one another are made one.
+    """Yield the messages, where events of outputs that follow one another are sorted by output, and in each
+    output deltas that follow one another are made one.
     """
     for are_of_outputs, run in groupby(messages, lambda message: isinstance(_of_output(message), dict)):
         consecutive = list(run)
@@ -85,7 +85,7 @@ def _added(one: Any, other: Any) -> Any:
 
 
 def _numbers(value: Any, name: str = "") -> Any:
-    """The document with each number written in one way, whatever the library that wrote it."""
+    """Return the document with each number written in one way, whatever the library that wrote it."""
     if isinstance(value, dict):
         return {key: _numbers(part, key) for key, part in value.items()}
     if isinstance(value, list):

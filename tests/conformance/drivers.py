@@ -33,7 +33,7 @@ class Driver:
     def run(
         self, addr: str, calls: Sequence[Mapping[str, Any]], file: Path, reflection: str = ""
     ) -> list[dict[str, Any]]:
-        """What came of each call, in order. `file` is where the calls are written for the program;
+        """Return what came of each call, in order. `file` is where the calls are written for the program;
         `reflection` is metadata that grpcurl sends when it asks for the contract, "NAME: VALUE".
         """
         file.write_text(json.dumps(calls))
@@ -70,7 +70,9 @@ def _go() -> list[str]:
 
 @cache
 def _java() -> list[str]:
-    """It is built in a folder of its own: the tests of the module may run Maven in clients/java meanwhile."""
+    """Build the driver in a folder of its own: the tests of the module may run Maven in clients/java
+    meanwhile.
+    """
     require("java", "mvn")
     root = Path(tempfile.mkdtemp(prefix="penstock-java-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)

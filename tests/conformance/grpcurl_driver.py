@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def answer(program: str, addr: str, case: Mapping[str, Any]) -> dict[str, Any]:
-    """The messages and the status of one call of grpcurl."""
+    """Return the messages and the status of one call of grpcurl."""
     timeout_s = case.get("timeout_s", TIMEOUT_S)
     command = [program, "-plaintext", "-format-error", "-max-msg-sz", str(MAX_MESSAGE_BYTES)]
     command += ["-max-time", str(timeout_s), "-d", "@"]
@@ -72,7 +72,7 @@ def answer(program: str, addr: str, case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _camel(value: Any) -> Any:
-    """The names of fields as JSON has them: in details grpcurl writes those of the .proto files."""
+    """Return the names of fields as JSON has them: in details grpcurl writes those of the .proto files."""
     if isinstance(value, list):
         return [_camel(part) for part in value]
     if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def _camel(value: Any) -> Any:
 
 
 def documents(text: str) -> Iterator[Any]:
-    """The JSON documents that stand one after the other."""
+    """Yield the JSON documents that stand one after the other."""
     decoder, rest = json.JSONDecoder(), text.lstrip()
     while rest:
         document, end = decoder.raw_decode(rest)

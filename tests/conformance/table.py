@@ -30,7 +30,7 @@ class Case:
     near: Sequence[str] = ()
 
     def call(self) -> dict[str, Any]:
-        """What a driver is told."""
+        """Return what a driver is told."""
         told: dict[str, Any] = {"name": self.name, "method": self.method, "requests": list(self.requests)}
         if self.metadata is not None:
             told["metadata"] = dict(self.metadata)
@@ -65,12 +65,14 @@ class Group:
 
 
 def for_run(value: Any, run: str) -> Any:
-    """The same with this run's word in the place of RUN, and the repository's path in that of "{root}"."""
+    """Return the same with this run's word in the place of RUN, and the repository's path in that of
+    "{root}".
+    """
     return json.loads(json.dumps(value).replace(RUN, run).replace("{root}", str(ROOT)))
 
 
 def for_table(value: Any, run: str) -> Any:
-    """The same with RUN in the place of this run's word."""
+    """Return the same with RUN in the place of this run's word."""
     return json.loads(json.dumps(value).replace(run, RUN))
 
 

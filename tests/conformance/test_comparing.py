@@ -18,12 +18,12 @@ CASES = [pytest.param(case, id=f"{group.name}: {case.name}") for group in groups
 
 
 def answer_of(case: Case) -> dict[str, Any]:
-    """What a driver prints that agrees with the table."""
+    """Return what a driver prints that agrees with the table."""
     return {"messages": [], **copy.deepcopy(dict(case.expect))}
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all parts that have no parts of their own, but for those that may be anything."""
+    """Yield the paths of all parts that have no parts of their own, but for those that may be anything."""
     parts: Any = (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     )

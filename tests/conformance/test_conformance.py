@@ -30,7 +30,7 @@ class Rig:
         self._answers: dict[str, list[dict[str, Any]]] = {}
 
     def answers(self, driver: Driver) -> list[dict[str, Any]]:
-        """What the driver printed, in the form that is compared. It is run at the first call."""
+        """Return what the driver printed, in the form that is compared. It is run at the first call."""
         if driver.name not in self._answers:
             driver.command()  # what is built for it is built before the group's held calls begin
             run = f"run-{driver.name}"
@@ -42,7 +42,7 @@ class Rig:
         return self._answers[driver.name]
 
     def _server(self) -> contextlib.AbstractContextManager[str]:
-        """The group's server, or a new one where a run leaves the server in another state."""
+        """Return the group's server, or a new one where a run leaves the server in another state."""
         if self.addr is None:
             return server_of(self.group, self.folder)
         return contextlib.nullcontext(self.addr)

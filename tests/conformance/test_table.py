@@ -57,7 +57,7 @@ def test_messages_are_those_of_the_contract(method: str, end: str) -> None:
 
 
 def _without_varying(case: Case) -> list[dict[str, object]]:
-    """The expected messages without the values at the ends of `vary`, which may be anything."""
+    """Return the expected messages without the values at the ends of `vary`, which may be anything."""
     ends = {path.split(".")[-1] for path in case.vary}
 
     def cut(value: object) -> object:

@@ -25,7 +25,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository with the contract as its second commit."""
+    """Make a repository with the contract as its second commit."""
     folder = tmp_path / "clone"
     folder.mkdir()
 

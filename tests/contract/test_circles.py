@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def module_name(path: Path) -> str:
-    """The dotted name under which the file is imported."""
+    """Return the dotted name under which the file is imported."""
     parts = path.relative_to(REPOSITORY).with_suffix("").parts
     if "penstock" in parts:
         parts = parts[parts.index("penstock") :]
@@ -28,7 +28,7 @@ MODULES = {
 
 
 def imported(tree: ast.AST, known: Iterable[str]) -> Iterator[str]:
-    """The modules among `known` that the source imports, wherever the import stands."""
+    """Yield the modules among `known` that the source imports, wherever the import stands."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)

@@ -52,7 +52,7 @@ MESSAGES = {
 
 
 def sent_by_callers() -> list[Told]:
-    """The fields of all messages that a caller sends, and of those in them."""
+    """Return the fields of all messages that a caller sends, and of those in them."""
     names = [method.input_type for file in FILES for service in file.service for method in service.method]
     found: dict[str, list[Told]] = {}
     while names:

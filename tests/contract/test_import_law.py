@@ -35,7 +35,7 @@ def modules_of(name: str) -> list[str]:
 
 
 def loaded_by(*names: str) -> set[str]:
-    """The top-level modules in memory after a fresh interpreter has imported all of these."""
+    """Return the top-level modules in memory after a fresh interpreter has imported all of these."""
     modules = ", ".join(module for name in names for module in modules_of(name))
     program = f"import sys, {modules}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     return set(subprocess.check_output([sys.executable, "-c", program], text=True).split())

@@ -41,13 +41,13 @@ def constraint(**kind: Any) -> inference_pb2.GenerateRequest:
 
 
 def spec(**fields: Any) -> weights_pb2.TensorSpec:
-    """The tensor model.norm.weight, with other fields."""
+    """Return the tensor model.norm.weight, with other fields."""
     known: dict[str, Any] = {"name": "model.norm.weight", "dtype": weights_pb2.DATA_TYPE_F32, "shape": [8]}
     return weights_pb2.TensorSpec(**known | fields)
 
 
 def manifest(**fields: Any) -> list[Any]:
-    """An update of that one tensor."""
+    """Make an update of that one tensor."""
     made = begin(partial=True)
     made.begin.manifest.tensors.append(spec(**fields))
     return [made, *steps({"model.norm.weight": NEW["model.norm.weight"]})[1:]]

@@ -50,7 +50,7 @@ JSON_SAYS = "1,048,576 characters, 50,000 values and 100 levels"
 
 
 def json_of(chars: int = 0, values: int = 0, levels: int = 0) -> str:
-    """A JSON object with so many characters, values or levels."""
+    """Make a JSON object with so many characters, values or levels."""
     if chars:
         return '{"a": "' + "x" * (chars - 9) + '"}'
     if levels:
@@ -101,7 +101,7 @@ class Row:
 
 
 def at(path: str, base: Message | None = None) -> Callable[[Any], Message]:
-    """Makes requests with a value at this path; without `base` they generate."""
+    """Make requests with a value at this path; without `base` they generate."""
 
     def make(value: Any) -> Message:
         request = type(base)() if base is not None else inference_pb2.StreamRequest(prompt="x")
@@ -525,7 +525,7 @@ _LITERAL = re.compile(r"(?:(?P<flag>true|false)|(?P<seconds>[\d.]+) s|(?P<number
 
 
 def literal(told: str) -> Any:
-    """The value that a default is said to have, None if it is said in words."""
+    """Return the value that a default is said to have, None if it is said in words."""
     found = _LITERAL.fullmatch(told)
     if found is None:
         return None

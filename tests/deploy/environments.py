@@ -20,8 +20,8 @@ UV = Path(sys.executable).with_name("uv")
 
 
 def environment(*packages: str) -> Path:
-    """The folder of a virtual environment that has exactly these packages, such as "smg==1.13.0", and what
-    they need.
+    """Return the folder of a virtual environment that has exactly these packages, such as "smg==1.13.0", and
+    what they need.
     """
     name = hashlib.sha256(" ".join([sys.version, *packages]).encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"penstock-tests-env-{name}"

@@ -71,7 +71,7 @@ class Names:
 
 
 def names_in(promql: str) -> Names:
-    """The names in an expression of PromQL, of the forms that the files here use."""
+    """Return the names in an expression of PromQL, of the forms that the files here use."""
     plain = _RANGE.sub("", _STRING.sub('""', promql))
     grouped_by = {label.strip() for found in _GROUPING.findall(plain) for label in found.split(",")}
     metrics: dict[str, set[str]] = {}

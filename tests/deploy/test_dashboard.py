@@ -28,7 +28,7 @@ NOT_OURS: dict[str, set[str]] = {
 
 
 def series_of(instrument: Instrument) -> dict[str, set[str]]:
-    """The names of an instrument's series, with their labels."""
+    """Return the names of an instrument's series, with their labels."""
     name = prometheus_name(instrument)
     labels = {underscored(label) for label in instrument.labels}
     if instrument.kind is not Kind.HISTOGRAM:

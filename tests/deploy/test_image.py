@@ -23,7 +23,7 @@ FILE = ROOT / "Dockerfile"
 
 @pytest.fixture(scope="module")
 def lines() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile, as their names and the rest."""
+    """Return the instructions of the Dockerfile, as their names and the rest."""
     text = FILE.read_text(encoding="utf-8").replace("\\\n", "")
     found = [line.partition(" ") for line in text.splitlines() if line and not line.startswith("#")]
     return [(name, rest) for name, _, rest in found]

@@ -136,7 +136,7 @@ def test_a_request_and_its_steps_are_shown_and_linked(jaeger: Jaeger, protocol: 
 
 
 def wait_for(jaeger: Jaeger, request_id: str) -> Any:
-    """The trace of a request, when its RPC has come, which is sent with the last ones."""
+    """Return the trace of a request, when its RPC has come, which is sent with the last ones."""
     until_s = time.monotonic() + WAIT_S
     while True:
         for trace in jaeger.traces(tags=json.dumps({"gen_ai.response.id": request_id})):

@@ -41,8 +41,8 @@ def found(variant: str) -> Manifests:
 
 
 def validated(folder: Path, *texts: str) -> list[str]:
-    """What kubernetes-validate prints of manifests, for each version a line for each document. A line begins
-    with INFO where all is well.
+    """Return what kubernetes-validate prints of manifests, for each version a line for each document. A line
+    begins with INFO where all is well.
     """
     files = [folder / f"{number}.yaml" for number, _ in enumerate(texts)]
     for file, text in zip(files, texts, strict=True):
@@ -106,7 +106,7 @@ def test_a_server_has_time_to_compile_before_it_is_given_up(found: Manifests) ->
 
 
 def probed(probe: Any, args: Any) -> str:
-    """The health service that a probe asks for, once it is sure that the probe reaches the server."""
+    """Return the health service that a probe asks for, once it is sure that the probe reaches the server."""
     if "grpc" in probe:
         assert args.tls_cert is None  # these probes speak no TLS
         assert probe["grpc"]["port"] == args.port

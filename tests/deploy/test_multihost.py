@@ -25,7 +25,7 @@ COORDINATORS = {
 
 @cache
 def found(form: str) -> Manifests:
-    """The base with one form, as a user puts them together."""
+    """Return the base with one form, as a user puts them together."""
     folder = FOLDER / "components" / "multihost" / form
     mine = Path(__file__).parent / "multihost" / form
     assert [folder.resolve()] == [
@@ -38,7 +38,7 @@ def found(form: str) -> Manifests:
 
 
 def pods(form: str) -> list[tuple[Any, Mapping[str, str]]]:
-    """The template of each pod of a group, with the variables that the cluster gives it."""
+    """Return the template of each pod of a group, with the variables that the cluster gives it."""
     if form == "statefulset":
         (made,) = found(form).of_kind("StatefulSet")
         (variable,) = (one for one in container(made["spec"]["template"])["env"] if "valueFrom" in one)

@@ -43,7 +43,7 @@ def penstock(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def in_folder(arguments: list[str], folder: Path) -> list[str]:
-    """The arguments, with paths in the folder in place of those in a pod."""
+    """Return the arguments, with paths in the folder in place of those in a pod."""
     paths = {"/etc/penstock/": f"{folder}/", "/run/penstock/": f"{folder}/"}
     for inside, here in paths.items():
         arguments = [argument.replace(inside, here) for argument in arguments]

@@ -64,7 +64,7 @@ class Watched:
 
 
 def one_caller(client: Client, number: int) -> None:
-    """A bit of everything that the dashboard shows, refusals included."""
+    """Do a bit of everything that the dashboard shows, refusals included."""
     story = "Once upon a time there was a fox. " * 4
     client.generate(story + "The fox", max_tokens=12, n=2)
     client.generate("Once upon a time", max_tokens=8, temperature=0)

@@ -48,7 +48,7 @@ def text_of(page: Path) -> str:
 
 @cache
 def blocks() -> tuple[Block, ...]:
-    """The blocks of all pages, in order."""
+    """Return the blocks of all pages, in order."""
     return tuple(block for page in pages() for block in _blocks_of(page))
 
 
@@ -61,7 +61,7 @@ def _blocks_of(page: Path) -> Iterator[Block]:
 
 
 def prose_of(page: Path) -> str:
-    """The page without its fenced blocks."""
+    """Return the page without its fenced blocks."""
     return _FENCE.sub("", text_of(page))
 
 
@@ -75,7 +75,9 @@ def inline_code_of(page: Path) -> list[str]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The names that `#...` may have on the page, made of its headings in the way of GitHub and MkDocs."""
+    """Return the names that `#...` may have on the page, made of its headings in the way of GitHub and
+    MkDocs.
+    """
     return {_slug(heading) for heading in _HEADING.findall(prose_of(page))}
 
 

@@ -122,8 +122,8 @@ NOT_RUN = (
 
 
 def commands(source: str) -> Iterator[str]:
-    """The logical lines of a shell block, joined where a backslash or an open quote continues them. Lines
-    that are comments are left out.
+    """Yield the logical lines of a shell block, joined where a backslash or an open quote continues them.
+    Lines that are comments are left out.
     """
     waiting = ""
     for line in source.splitlines():

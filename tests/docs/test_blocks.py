@@ -47,19 +47,19 @@ def params(found: list[Block]) -> list[object]:
 
 @pytest.fixture(scope="module")
 def http_port() -> str:
-    """The port of that server's OpenAI front."""
+    """Return the port of that server's OpenAI front."""
     return free_port()
 
 
 @pytest.fixture(scope="module")
 def demo(http_port: str) -> Iterator[str]:
-    """The address of a server of the demo model."""
+    """Yield the address of a server of the demo model."""
     with served_demo("--openai-port", http_port) as address:
         yield address
 
 
 def free_port() -> str:
-    """A port that nobody listens on now."""
+    """Find a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -69,7 +69,7 @@ def free_port() -> str:
 
 
 def at(source: str, addr: str, http_port: str) -> str:
-    """The program with the addresses of a server and its OpenAI front in place of the default ones."""
+    """Return the program with the addresses of a server and its OpenAI front in place of the default ones."""
     source = source.replace(DEFAULT_ADDRESS, addr).replace(DEFAULT_HTTP, f"127.0.0.1:{http_port}")
     source = re.sub(r"\b(Client)\(\)", rf'\1("{addr}")', source)
     return re.sub(r"\b(Client)\((?=\w+=)", rf'\1("{addr}", ', source)
@@ -119,9 +119,9 @@ def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
 
 
 def shell_pages() -> Iterator[object]:
-    """The pages with commands, and whether the real grpcurl runs. CI always has those that a newcomer runs
-    first; the sweep has the others, and with the real grpcurl all pages that call it. The READMEs of clients
-    in other languages need toolchains: tests/clients runs them.
+    """Yield the pages with commands, and whether the real grpcurl runs. CI always has those that a newcomer
+    runs first; the sweep has the others, and with the real grpcurl all pages that call it. The READMEs of
+    clients in other languages need toolchains: tests/clients runs them.
     """
     here = [block for block in blocks_in("sh") if block.page.parent not in READMES]
     for page, group in groupby(here, lambda block: block.page):
@@ -140,7 +140,7 @@ def calls_grpcurl(found: list[Block]) -> bool:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A working folder with a short name: the path of a Unix socket may have 107 characters."""
+    """Yield a working folder with a short name: the path of a Unix socket may have 107 characters."""
     found = Path(tempfile.mkdtemp(prefix="docs"))
     yield found
     programs.stop_server(found)

@@ -29,7 +29,7 @@ NEVER_SENT = {
 
 @pytest.fixture
 def helps(capsys: pytest.CaptureFixture[str]) -> str:
-    """What all commands print for --help."""
+    """Return what all commands print for --help."""
     commands = [[name] for name in COMMANDS] + [["keys", action] for action in ("add", "list", "revoke")]
     commands += [["adapters", action] for action in ("list", "load", "push", "unload", "pin", "unpin")]
     for command in commands:

@@ -31,31 +31,31 @@ BODIES = [row for row in ENDPOINTS if row.body is not None and row.path not in A
 
 
 def section(heading: str) -> str:
-    """The text below a heading, down to the next one."""
+    """Return the text below a heading, down to the next one."""
     found = re.search(rf"^#+ `?{re.escape(heading)}`?\n(.*?)(?=^#|\Z)", PAGES, re.M | re.S)
     assert found, heading
     return found[1]
 
 
 def rows(text: str) -> list[tuple[list[str], str]]:
-    """The rows of its tables: the code in the first column, and the rest."""
+    """Return the rows of its tables: the code in the first column, and the rest."""
     found = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M)
     return [(re.findall(r"`([^`]+)`", first), rest) for first, rest in found]
 
 
 def listed(text: str) -> set[str]:
-    """The fields in the first columns, and those that the rest names as parts of them (`a.b`)."""
+    """Return the fields in the first columns, and those that the rest names as parts of them (`a.b`)."""
     fields = {name for names, _ in rows(text) for name in names}
     return fields | {name for _, rest in rows(text) for name in re.findall(r"`(\w+\.\w+)`", rest)}
 
 
 def fields_of(body: type[Body]) -> dict[str, Any]:
-    """The fields that the body has, by their names in JSON."""
+    """Return the fields that the body has, by their names in JSON."""
     return {field.alias or name: field for name, field in body.model_fields.items()}
 
 
 def inner(annotation: Any) -> list[type[Body]]:
-    """The objects that a field may hold, also in lists and unions."""
+    """Return the objects that a field may hold, also in lists and unions."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return [annotation]
     return [body for part in get_args(annotation) for body in inner(part)]

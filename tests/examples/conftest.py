@@ -10,6 +10,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _default_promotions() -> Iterator[None]:
-    """The demo model's training forward and optax rely on promotions that the suite forbids."""
+    """Allow the promotions that the demo model's training forward and optax rely on, and that the suite
+    forbids.
+    """
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield

@@ -35,7 +35,7 @@ def address() -> Iterator[str]:
 
 
 def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """Runs the program with few samples, and returns the lines of the CSV file, its first argument."""
+    """Run the program with few samples, and return the lines of the CSV file, its first argument."""
     flags = ("--questions", "4", "--samples", "8", "--evaluate-every", "3")
     monkeypatch.setattr(sys, "argv", ["reinforce", *arguments, *flags])
     program.main()
@@ -77,7 +77,7 @@ def test_a_short_run(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def score(client: Client, groups: Sequence[Sequence[Sample]]) -> float:
-    """What a gradient step is to raise, as the server computes it now: the sum of each sample's
+    """Return what a gradient step is to raise, as the server computes it now: the sum of each sample's
     log-probability times how much better than its group's mean it is.
     """
     advantages = iter(batch_of(groups).advantages)

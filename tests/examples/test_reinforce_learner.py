@@ -19,7 +19,9 @@ REWARDS = np.array([0.0, 0.2, 0.5, 1.0])
 
 
 def logprobs(params: jax.Array, tokens: jax.Array) -> jax.Array:
-    """A policy that draws each token from one softmax, whatever comes before it."""
+    """Compute the log-probabilities of a policy that draws each token from one softmax, whatever comes before
+    it.
+    """
     return jax.nn.log_softmax(params)[tokens].at[:, 0].set(0.0)
 
 

@@ -11,7 +11,9 @@ UV = Path(sys.executable).with_name("uv")
 
 
 def environment(folder: Path, *arguments: str | Path) -> Path:
-    """A new virtual environment with what `uv pip install ARGUMENTS` puts into it; its folder of programs."""
+    """Make a new virtual environment with what `uv pip install ARGUMENTS` puts into it; its folder of
+    programs.
+    """
     subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
     programs = folder / "bin"
     install(programs, *arguments)
@@ -25,17 +27,19 @@ def install(programs: Path, *arguments: str | Path) -> None:
 
 
 def variables() -> dict[str, str]:
-    """The variables for a program in such an environment. By PYTHONPATH it would find the tree's modules."""
+    """Return the variables for a program in such an environment. By PYTHONPATH it would find the tree's
+    modules.
+    """
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def output_of(*command: str | Path) -> str:
-    """What the program, one of such an environment, writes to stdout; it must end with code 0."""
+    """Return what the program, one of such an environment, writes to stdout; it must end with code 0."""
     return subprocess.check_output(list(map(str, command)), env=variables(), text=True)
 
 
 def versions(programs: Path) -> dict[str, str]:
-    """What is installed in the environment: names and versions."""
+    """Return what is installed in the environment: names and versions."""
     code = (
         "from importlib.metadata import distributions as d; [print(i.name.lower(), i.version) for i in d()]"
     )

@@ -36,7 +36,7 @@ RUN_S = 500
 
 
 def imported_by(file: Path) -> set[str]:
-    """The modules that the file imports."""
+    """Return the modules that the file imports."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -47,7 +47,7 @@ def imported_by(file: Path) -> set[str]:
 
 
 def of_the_client_alone() -> list[str]:
-    """The files of tests/clients that need neither the engine nor a real server."""
+    """Return the files of tests/clients that need neither the engine nor a real server."""
     absent = (*NOT_THERE, *SERVERS)
     return [
         str(file.relative_to(ROOT))

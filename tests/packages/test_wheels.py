@@ -31,7 +31,7 @@ class Wheels:
 
 
 def files_in(wheel: Path) -> set[str]:
-    """The paths of the files in a wheel, but for its metadata."""
+    """Return the paths of the files in a wheel, but for its metadata."""
     names = ZipFile(wheel).namelist()
     return {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
 
@@ -43,7 +43,7 @@ def metadata_of(wheel: Path, name: str) -> str:
 
 
 def tracked(*roots: str) -> set[str]:
-    """The files of these source roots that git knows, as paths below the root."""
+    """Return the files of these source roots that git knows, as paths below the root."""
     listed = subprocess.check_output(["git", "ls-files", "-z", *roots], cwd=ROOT, text=True).split("\0")
     return {file[file.index("penstock/") :] for file in listed if "/penstock/" in file}
 
@@ -56,13 +56,13 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
 
 @pytest.fixture(scope="module")
 def client(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with the client alone."""
+    """Return the programs of an environment with the client alone."""
     return environment(tmp_path_factory.mktemp("client") / "venv", wheels.client)
 
 
 @pytest.fixture(scope="module")
 def engine(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with both."""
+    """Return the programs of an environment with both."""
     pins = ROOT / "constraints.txt"
     where = tmp_path_factory.mktemp("engine") / "venv"
     return environment(where, "--constraint", pins, wheels.client, wheels.engine)
@@ -111,7 +111,9 @@ def test_the_client_brings_no_engine_and_says_what_is_missing(client: Path) -> N
 
 @pytest.fixture(scope="module")
 def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The address of `penstock serve demo`, and what it logged, without a compiler or a home with caches."""
+    """Yield the address of `penstock serve demo`, and what it logged, without a compiler or a home with
+    caches.
+    """
     flags = [
         "--port",
         "0",

@@ -30,7 +30,7 @@ SLOWER = 2.0
 
 
 def faults_of(finding: Finding) -> list[str]:
-    """What had to hold and did not, in words. The machine's speed is not judged."""
+    """Return what had to hold and did not, in words. The machine's speed is not judged."""
     load, before, after = finding.load, finding.before, finding.after
     checks = {
         f"{finding.num_wrong} honest answers have other bits than alone": finding.num_wrong == 0,

@@ -38,7 +38,7 @@ async def cancel(attack: Attack) -> str:
 
 
 async def deadline(attack: Attack) -> str:
-    """A call with a short deadline. Its status is gRPC's own, made on this side."""
+    """Make a call with a short deadline. Its status is gRPC's own, made on this side."""
     request, limit = attack.stream(), attack.rng.uniform(0.0005, 0.3)
     how = await ended(attack.inference.Stream(request, metadata=attack.bearer(), timeout=limit))
     return how.removeprefix("bare ").split(":")[0]
@@ -66,7 +66,7 @@ async def watch(attack: Attack) -> str:
 
 
 async def vanish(attack: Attack) -> str:
-    """The connection is reset in the middle of a message or of an answer."""
+    """Reset the connection in the middle of a message or of an answer."""
     peer = Peer(attack.address, initial_window=attack.rng.choice((0, 100, 60_000)))
     await peer.__aenter__()
     await peer.call(STREAM, attack.stream().SerializeToString(), metadata=attack.raw_bearer())
@@ -90,7 +90,7 @@ for message in stub.Stream(request, metadata=[("authorization", sys.argv[2])]):
 
 
 async def kill(attack: Attack) -> str:
-    """A real client, killed with SIGKILL while it reads."""
+    """Kill a real client with SIGKILL while it reads."""
     command = [sys.executable, "-c", KILLED, attack.address, attack.bearer()[0][1]]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
@@ -134,7 +134,9 @@ async def garbage(attack: Attack) -> str:
 
 
 async def undecodable(attack: Attack) -> str:
-    """A message that cannot be parsed, or a path that is not UTF-8, which no client of gRPC would send."""
+    """Send a message that cannot be parsed, or a path that is not UTF-8, which no client of gRPC would
+    send.
+    """
     if attack.rng.random() < 0.3:
         async with Peer(attack.address) as peer:
             path = attack.rng.choice((b"/\xff", b"/penstock.v1.InferenceService/Gen\xc3", b"\xff"))
@@ -191,7 +193,7 @@ async def bomb(attack: Attack) -> str:
 
 
 async def compressed(attack: Attack) -> str:
-    """A small message that inflates to 64 MiB."""
+    """Send a small message that inflates to 64 MiB."""
     body = zlib.compress(bytes(64 << 20), wbits=31)
     async with Peer(attack.address, initial_window=1 << 16) as peer:
         data = struct.pack(">BI", 1, len(body)) + body
@@ -251,7 +253,7 @@ async def burst(attack: Attack) -> str:
 
 
 async def bad_key(attack: Attack) -> str:
-    """Calls with expired, revoked, unknown, malformed and missing keys."""
+    """Make calls with expired, revoked, unknown, malformed and missing keys."""
     rng = attack.rng
     metadata: Any = rng.choice(
         (
@@ -267,7 +269,7 @@ async def bad_key(attack: Attack) -> str:
 
 
 async def not_allowed(attack: Attack) -> str:
-    """What only the role control may do, and aborts of other callers' requests."""
+    """Try what only the role control may do, and aborts of other callers' requests."""
     rng = attack.rng
     if rng.random() < 0.5:
         call = attack.control.FlushCache(control_pb2.FlushCacheRequest(), metadata=attack.bearer())

@@ -18,8 +18,8 @@ _ITEM_BYTES = {weights_pb2.DATA_TYPE_BF16: 2, weights_pb2.DATA_TYPE_F16: 2, weig
 
 
 async def half_update(attack: Attack) -> str:
-    """New values for one tensor, by somebody who may change it or by somebody who may not. They are cut off
-    before the commit, or do not have the checksum that was announced. So no answer may ever show them.
+    """Send new values for one tensor, by somebody who may change it or by somebody who may not. They are cut
+    off before the commit, or do not have the checksum that was announced. So no answer may ever show them.
     """
     rng = attack.rng
     request = control_pb2.GetModelInfoRequest(include_tensors=True)

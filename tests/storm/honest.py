@@ -61,7 +61,7 @@ def request(question: Question) -> inference_pb2.StreamRequest:
 
 
 async def ask(stub: Any, question: Question, metadata: Sequence[tuple[str, str]]) -> tuple[Answer, float]:
-    """The answer, and the seconds to its first token. Raises AioRpcError."""
+    """Return the answer, and the seconds to its first token. Raises AioRpcError."""
     began = time.monotonic()
     first: float | None = None
     ids: list[int] = []
@@ -78,7 +78,9 @@ async def ask(stub: Any, question: Question, metadata: Sequence[tuple[str, str]]
 
 
 def kind_of(error: grpc.aio.AioRpcError) -> tuple[str, float]:
-    """The name of the reason in ErrorInfo if the status has one, and the seconds after which to try again."""
+    """Return the name of the reason in ErrorInfo if the status has one, and the seconds after which to try
+    again.
+    """
     status = status_pb2.Status()
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
@@ -156,6 +158,6 @@ class Honest:
 
 
 def p99(values: Sequence[float]) -> float:
-    """The nearest-rank percentile."""
+    """Return the nearest-rank percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, -(-99 * len(ordered) // 100) - 1)]

@@ -190,7 +190,9 @@ async def _load(attack: Attack) -> control_pb2.GetLoadResponse:
 
 
 async def _settled(target: Target, attack: Attack, like: Remains | None = None) -> Remains:
-    """What the server holds once nothing runs: as little as in `like`, if that is reached within a minute."""
+    """Return what the server holds once nothing runs: as little as in `like`, if that is reached within a
+    minute.
+    """
     deadline = time.monotonic() + 60
     while True:
         load = await _load(attack)

@@ -49,8 +49,8 @@ class Target:
     folder: Path
 
     def remains(self) -> Remains:
-        """What the server holds now. Its event loop must be running, because it writes down how many tasks it
-        has.
+        """Return what the server holds now. Its event loop must be running, because it writes down how many
+        tasks it has.
         """
         proc = Path(f"/proc/{self.process.pid}")
         status = (proc / "status").read_text()
@@ -64,7 +64,7 @@ class Target:
         )
 
     async def counted(self) -> Remains:
-        """What the server holds now, with a fresh count of the tasks."""
+        """Return what the server holds now, with a fresh count of the tasks."""
         told = self.folder / "tasks"
         told.unlink(missing_ok=True)
         self.process.send_signal(signal.SIGUSR2)

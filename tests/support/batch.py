@@ -53,8 +53,8 @@ class Answer:
 def answers(
     engine: Engine, requests: Iterable[Request], timeout_s: float = 120, *, together: bool = False
 ) -> list[Answer]:
-    """Submits all requests in this order and waits until all have ended; their ids must differ. `together`:
-    the engine is idle, and takes none of them up before all have arrived.
+    """Submit all requests in this order and wait until all have ended; their ids must differ. `together`: the
+    engine is idle, and takes none of them up before all have arrived.
     """
     sink = Collector()
     gate = at_gate(engine, "gate", tokens=1) if together else None
@@ -70,5 +70,5 @@ def answers(
 
 
 def answer(engine: Engine, request: Request) -> Answer:
-    """Submits one request alone, and waits until it has ended."""
+    """Submit one request alone, and wait until it has ended."""
     return answers(engine, [request])[0]

@@ -22,13 +22,15 @@ SOME_FORMS = few(sorted(TOOL_FORMS), ("hermes", "olmo3", "qwen3_coder"), ci=sort
 
 
 def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
-    """The text, cut at these positions; pieces may be empty."""
+    """Return the text, cut at these positions; pieces may be empty."""
     marks = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(marks)]
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The events with adjacent texts, and pieces of calls, joined: how they are divided does not matter."""
+    """Return the events with adjacent texts, and pieces of calls, joined: how they are divided does not
+    matter.
+    """
     return joined(list(events))
 
 
@@ -40,7 +42,7 @@ def events_of(
     markup: Sequence[str] = (),
     is_forced: bool = False,
 ) -> list[Event]:
-    """The events that a parser of this form finds in the pieces."""
+    """Return the events that a parser of this form finds in the pieces."""
     parser = CallParser(TOOL_FORMS[form], {name: {} for name in tools}, markup=markup, is_forced=is_forced)
     found = [event for piece in pieces for event in parser.push(piece)]
     return merged([*found, *parser.flush()])
@@ -55,7 +57,7 @@ def calls(events: Iterable[Event]) -> list[tuple[str, str]]:
 
 
 def spelled(form: str, made: Sequence[tuple[str, dict[str, Any]]], *, ascii_only: bool = False) -> str:
-    """The calls as a model of this form writes them."""
+    """Return the calls as a model of this form writes them."""
 
     def dump(value: object) -> str:
         return json.dumps(value, ensure_ascii=ascii_only)
@@ -119,7 +121,9 @@ def spelled(form: str, made: Sequence[tuple[str, dict[str, Any]]], *, ascii_only
 
 
 def _gemma4(value: Any) -> str:
-    """A value as Gemma 4 writes it. Names of members have no quotes, unless they could not be read so."""
+    """Write a value as Gemma 4 writes it. Names of members have no quotes, unless they could not be read
+    so.
+    """
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, list):
@@ -137,7 +141,7 @@ MARKED = ("hermes", "mistral", "deepseek", "granite", "olmo3", "gemma4", *UNTYPE
 
 
 def meant(form: str, made: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """What the calls that `spelled` has written mean where the schema says nothing."""
+    """Return what the calls that `spelled` has written mean where the schema says nothing."""
 
     def value(one: Any) -> Any:
         return one if isinstance(one, str) or form not in UNTYPED else json.dumps(one, ensure_ascii=False)
@@ -177,8 +181,8 @@ def bytes_tokenizer(
     chat_template: str | dict[str, str] | None = None,
     end: str = "<|end|>",
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the bytes, then the end token, then the special and the ordinary tokens
-    that are given.
+    """Make a tokenizer whose tokens are the bytes, then the end token, then the special and the ordinary
+    tokens that are given.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))

@@ -6,7 +6,7 @@ from penstock.runtime.engine import Engine
 
 
 def set_chunk(engine: Engine, size: int | None) -> None:
-    """Sets what `EngineConfig.max_prefill_chunk` sets, without a new engine: compiling one for each size
-    would take hours. No request may be running.
+    """Set what `EngineConfig.max_prefill_chunk` sets, without a new engine: compiling one for each size would
+    take hours. No request may be running.
     """
     engine.limit_prefill_chunk(size)

@@ -72,7 +72,7 @@ class Gate:
 
 
 def at_gate(engine: Engine, request_id: str = "held", tokens: int = 20) -> Gate:
-    """Submits a request and returns when its first token is being delivered, while its next step is in
+    """Submit a request and return when its first token is being delivered, while its next step is in
     flight.
     """
     gate = Gate()

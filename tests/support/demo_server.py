@@ -19,14 +19,14 @@ START_S = 280.0
 
 @contextlib.contextmanager
 def served_demo(*flags: str) -> Iterator[str]:
-    """Runs `penstock serve demo` with these flags. Gives its address."""
+    """Run `penstock serve demo` with these flags. Gives its address."""
     with served("demo", *flags) as address:
         yield address
 
 
 @contextlib.contextmanager
 def served(model: str, *flags: str) -> Iterator[str]:
-    """Runs `penstock serve` with this model and these flags. Gives its address."""
+    """Run `penstock serve` with this model and these flags. Gives its address."""
     command = ["penstock.cli", "serve", model, "--compilation-cache", str(TEST_CACHE)]
     with running(*command, "--port", "0", "--grace", "0", *FLAGS, *flags) as (_, address):
         yield address
@@ -36,7 +36,7 @@ def served(model: str, *flags: str) -> Iterator[str]:
 def running(
     module: str, *arguments: str, until: str = "ready on"
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Runs `python -m MODULE ARGUMENTS`. Gives the process and the address that it prints after `until`."""
+    """Run `python -m MODULE ARGUMENTS`. Gives the process and the address that it prints after `until`."""
     with subprocess.Popen(
         [sys.executable, "-u", "-m", module, *arguments],
         stdout=subprocess.PIPE,

@@ -52,7 +52,7 @@ class FakeProfiler:
         return self._run is not None
 
     def end(self, steps: int) -> None:
-        """The steps have ended."""
+        """Note that the steps have ended."""
         assert self._run is not None
         self._ended(self._run, steps)
 

@@ -25,7 +25,7 @@ class FreezingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def freeze(self) -> None:
-        """Stops forwarding on all connections that are open now."""
+        """Stop forwarding on all connections that are open now."""
         self._frozen.update(self._open)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class FreezingProxy:
 
 @contextlib.contextmanager
 def freezing_proxy(addr: str) -> Iterator[FreezingProxy]:
-    """A proxy in front of a server of this machine; its connections end with the block."""
+    """Run a proxy in front of a server of this machine; its connections end with the block."""
     proxy = FreezingProxy(int(addr.rpartition(":")[2]))
     try:
         yield proxy

@@ -10,13 +10,13 @@ Typed = tuple[int, bytes]
 
 
 def text(value: str) -> bytes:
-    """A text as a file has it."""
+    """Make a text as a file has it."""
     data = value.encode()
     return struct.pack("<Q", len(data)) + data
 
 
 def typed(value: object) -> Typed:
-    """A value, with the type that fits it; lists are of texts, of truths, or of integers."""
+    """Make a value, with the type that fits it; lists are of texts, of truths, or of integers."""
     if isinstance(value, bool):
         return 7, bytes([value])
     if isinstance(value, int):
@@ -32,7 +32,7 @@ def typed(value: object) -> Typed:
 
 
 def tensor(name: str, shape: Sequence[int], kind: int, offset: int) -> bytes:
-    """The description of a tensor, whose sizes a file has in reverse."""
+    """Return the description of a tensor, whose sizes a file has in reverse."""
     sizes = b"".join(struct.pack("<Q", size) for size in reversed(shape))
     return text(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", kind, offset)
 
@@ -45,7 +45,7 @@ def header(
     num_keys: int | None = None,
     num_tensors: int | None = None,
 ) -> bytes:
-    """The begin of a file. The numbers are those of what is there, unless they are given."""
+    """Return the begin of a file. The numbers are those of what is there, unless they are given."""
     pairs = list(keys.items()) if isinstance(keys, Mapping) else list(keys)
     counts = [
         len(tensors) if num_tensors is None else num_tensors,
@@ -56,5 +56,5 @@ def header(
 
 
 def padded(data: bytes, alignment: int = 32) -> bytes:
-    """The bytes up to the next multiple of the alignment."""
+    """Return the bytes up to the next multiple of the alignment."""
     return data + bytes(-len(data) % alignment)

@@ -138,7 +138,7 @@ def _write_config(writer: Any, config: Config) -> None:
 
 
 def _write_latents(writer: Any, config: Config) -> None:
-    """The sizes as the model attends to latents, and those of heads beside them."""
+    """Write the sizes as the model attends to latents, and those of heads beside them."""
     writer.add_head_count_kv(1)
     writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(config["kv_lora_rank"])
@@ -159,7 +159,7 @@ def _write_rope(writer: Any, rope: Config) -> None:
 
 
 def _converted(folder: Path, architecture: str, config: Config) -> dict[str, Array]:
-    """Stored name to values."""
+    """Map stored names to values."""
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
         config["num_hidden_layers"],
@@ -194,8 +194,8 @@ def _converted(folder: Path, architecture: str, config: Config) -> dict[str, Arr
 
 
 def _recurrent(name: str, values: Array, config: Config) -> dict[str, Array]:
-    """A tensor of Qwen 3.5's recurrent layers: what has values comes with the first head of each group of
-    values first (llama.cpp's converter, _LinearAttentionVReorderBase).
+    """Return a tensor of Qwen 3.5's recurrent layers: what has values comes with the first head of each group
+    of values first (llama.cpp's converter, _LinearAttentionVReorderBase).
     """
     layer, part = name.split(".")[2], name.partition(".linear_attn.")[2]
     groups, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
@@ -265,7 +265,7 @@ def _stacked(found: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _llama3_factors(config: Config) -> Array:
-    """What each frequency is divided by (llama.cpp's converter, LlamaModel.generate_extra_tensors)."""
+    """Return what each frequency is divided by (llama.cpp's converter, LlamaModel.generate_extra_tensors)."""
     rope = config["rope_parameters"]
     pairs = np.arange(0, config["head_dim"], 2) / config["head_dim"]
     wavelengths = 2 * np.pi * rope["rope_theta"] ** pairs

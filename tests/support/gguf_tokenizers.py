@@ -9,8 +9,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
 def metadata_of(tokenizer: Any, *, model: str = "gpt2", **keys: Any) -> dict[str, Any]:
-    """The keys of a tokenizer of transformers, or of `tokenizers`. keys: what the converter knows of it by
-    its name, such as `pre`.
+    """Return the keys of a tokenizer of transformers, or of `tokenizers`. keys: what the converter knows of
+    it by its name, such as `pre`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     data = json.loads(backend.to_str())

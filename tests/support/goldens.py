@@ -175,14 +175,14 @@ def small_config(
 
 
 def check_last_logits(logits: Logits, case: Mapping[str, Any]) -> None:
-    """The logits after a golden's prompt [V] are PyTorch's, as far as those are known."""
+    """Check that the logits after a golden's prompt [V] are PyTorch's, as far as those are known."""
     ids, values = zip(*case["last_logits_top"], strict=True)
     np.testing.assert_allclose(logits[list(ids)], values, rtol=1e-4)
 
 
 def check_greedy(logits: Logits, feed: Callable[[list[int]], Logits], case: Mapping[str, Any]) -> None:
-    """The likeliest tokens after a golden's prompt, and their log-probabilities, are PyTorch's. `feed` gives
-    the logits after further tokens.
+    """Check that the likeliest tokens after a golden's prompt, and their log-probabilities, are PyTorch's.
+    `feed` gives the logits after further tokens.
     """
     tokens, logprobs = [], []
     for _ in case["tokens"]:

@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def reading(directory: Path, config: ModelConfig, state: ModelState, mesh: Mesh) -> tuple[str, str]:
-    """(what differs from PyTorch's, the program) of a model that generates nothing."""
+    """Return (what differs from PyTorch's, the program) of a model that generates nothing."""
     try:
         return "", check_reading(directory, config, state, mesh)
     except AssertionError as error:

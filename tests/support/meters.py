@@ -67,13 +67,13 @@ class Meters:
         return dict(metric.points)
 
     def value(self, instrument: Instrument, *labels: str) -> float:
-        """The value of a counter or gauge."""
+        """Return the value of a counter or gauge."""
         value = self.points(instrument)[labels]
         assert not isinstance(value, HistogramPoint)
         return value
 
     def histogram(self, instrument: Instrument, *labels: str) -> HistogramPoint:
-        """The values of a histogram that have these labels; none if there are no such labels."""
+        """Return the values of a histogram that have these labels; none if there are no such labels."""
         empty = (0,) * (len(instrument.buckets) + 1)
         point = self.points(instrument).get(labels, HistogramPoint(0, 0.0, empty, (None,) * len(empty)))
         assert isinstance(point, HistogramPoint)

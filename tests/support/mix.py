@@ -29,7 +29,7 @@ class Mixer:
         return bool(self._rng.random() < probability)
 
     def greedy(self, name: str, tables: Tables, max_tokens: int = 24) -> Request:
-        """A greedy request. Bad words, stop ids and some biases are taken from the tokens that would be
+        """Make a greedy request. Bad words, stop ids and some biases are taken from the tokens that would be
         generated without them, so that they change the output.
         """
         request = self._request(name, self._shaping(temperature=0.0), max_tokens)
@@ -47,7 +47,7 @@ class Mixer:
         )
 
     def sampled(self, name: str, max_tokens: int = 24) -> Request:
-        """A request with a seed, so that there is only one right output."""
+        """Make a request with a seed, so that there is only one right output."""
         sampling = dataclasses.replace(
             self._shaping(temperature=float(self._rng.choice([0.3, 0.8, 1.0, 1.7, 2.5, 6.0]))),
             seed=int(self._rng.integers(0, 2**63)),

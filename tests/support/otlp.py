@@ -202,7 +202,7 @@ class OtlpReceiver:
         return [span for export in exports for span in spans_of(export)]
 
     def span(self, name: str) -> ReceivedSpan:
-        """The only span of this name."""
+        """Return the only span of this name."""
         (found,) = [span for span in self.spans if span.name == name]
         return found
 
@@ -211,7 +211,7 @@ class OtlpReceiver:
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.start_ns)
 
     def children(self, of: ReceivedSpan) -> list[ReceivedSpan]:
-        """The spans right below this one, by their beginning."""
+        """Return the spans right below this one, by their beginning."""
         return children_of(of, self.spans)
 
     @property
@@ -234,7 +234,7 @@ class OtlpReceiver:
             time.sleep(0.005)
 
     def take(self, signal: Signal, body: bytes, headers: dict[str, str], *, is_compressed: bool) -> Behaviour:
-        """An export has come. Returns what is to be answered."""
+        """Take an export that has come. Returns what is to be answered."""
         self.attempts += 1
         try:
             behaviour = self.behaviours.popleft()
@@ -247,7 +247,7 @@ class OtlpReceiver:
 
 
 def tracing_to(receiver: OtlpReceiver, level: TraceLevel = TraceLevel.STEPS, **options: Any) -> Tracing:
-    """What a server sends its spans to the receiver with. `options` are further TracingOptions."""
+    """Return what a server sends its spans to the receiver with. `options` are further TracingOptions."""
     made = open_tracing(
         TracingOptions(
             otlp_endpoint=receiver.endpoint, otlp_protocol=receiver.protocol, trace_level=level, **options
@@ -287,7 +287,7 @@ class Recorder:
         return sorted(found, key=lambda span: (span.start_ns, span.end_ns))
 
     def children(self, of: ReceivedSpan) -> list[ReceivedSpan]:
-        """The spans right below this one, by their beginning."""
+        """Return the spans right below this one, by their beginning."""
         return children_of(of, self.finished)
 
     def clear(self) -> None:
@@ -308,13 +308,13 @@ class Recorder:
 
 
 def children_of(of: ReceivedSpan, spans: Sequence[ReceivedSpan]) -> list[ReceivedSpan]:
-    """The spans right below this one, by their beginning."""
+    """Return the spans right below this one, by their beginning."""
     below = [span for span in spans if (span.trace_id, span.parent_id) == (of.trace_id, of.span_id)]
     return sorted(below, key=lambda span: (span.start_ns, span.end_ns))
 
 
 def spans_of(export: Any) -> Iterator[ReceivedSpan]:
-    """The spans of an ExportTraceServiceRequest."""
+    """Yield the spans of an ExportTraceServiceRequest."""
     for resource in export.resource_spans:
         named = attributes_of(resource.resource.attributes)
         for scope in resource.scope_spans:
@@ -409,7 +409,7 @@ def _retry_status(refusal: Refuse) -> bytes:
 
 
 def _answer(signal: Signal, behaviour: Behaviour) -> bytes:
-    """The message of an answer that is no refusal."""
+    """Return the message of an answer that is no refusal."""
     if isinstance(behaviour, Garbage):
         return behaviour.answer
     response = _RESPONSES[signal]()

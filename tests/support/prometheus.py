@@ -30,7 +30,7 @@ class Prometheus:
     address: str
 
     def ask(self, path: str, **parameters: Any) -> Any:
-        """The `data` of an answer. AssertionError if Prometheus refuses the question."""
+        """Return the `data` of an answer. AssertionError if Prometheus refuses the question."""
         url = f"http://{self.address}/api/v1/{path}?{urlencode(parameters, doseq=True)}"
         with urlopen(url, timeout=30) as reply:
             answer = json.load(reply)
@@ -79,7 +79,7 @@ def prometheus(folder: Path, config: Mapping[str, Any]) -> Iterator[Prometheus]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Find a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

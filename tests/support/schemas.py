@@ -38,8 +38,8 @@ def corpus() -> tuple[SchemaCase, ...]:
 
 
 def violations(schema: Any, text: str) -> list[str]:
-    """What jsonschema, with formats, finds wrong with the JSON document `text`. ValueError if `text` is not
-    JSON.
+    """Return what jsonschema, with formats, finds wrong with the JSON document `text`. ValueError if `text`
+    is not JSON.
 
     Numbers are decimals on both sides, because 0.3 is a multiple of 0.1 in decimal but not in binary.
     """
@@ -62,7 +62,7 @@ def _not_json(name: str) -> Any:
 
 
 def allowed_ids(mask: NDArray[np.int32], vocab_size: int) -> NDArray[np.int64]:
-    """The ids whose bits are set in the mask, ascending."""
+    """Return the ids whose bits are set in the mask, ascending."""
     bits = np.unpackbits(mask.astype("<i4").view(np.uint8), bitorder="little")
     return np.flatnonzero(bits[:vocab_size])
 
@@ -89,8 +89,8 @@ class RandomWriter:
         self._closing[list(eos_token_ids)] = 6.0
 
     def write(self, constraint: TokenConstraint, seed: int, *, max_tokens: int = 400, calm: int = 30) -> Walk:
-        """An output of at most `max_tokens` tokens. The pull towards an end is at its full strength after
-        twice `calm` tokens.
+        """Write an output of at most `max_tokens` tokens. The pull towards an end is at its full strength
+        after twice `calm` tokens.
         """
         rng = np.random.default_rng(seed)
         mask = np.zeros(mask_words(self._vocab_size), np.int32)

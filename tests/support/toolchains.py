@@ -56,8 +56,8 @@ def refuse(why: str) -> NoReturn:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Makes a folder, which outlasts a run of the tests, if it is missing. Of all processes of tests that
-    name it one runs the block, and the others wait.
+    """Make a folder, which outlasts a run of the tests, if it is missing. Of all processes of tests that name
+    it one runs the block, and the others wait.
 
     The lock is on the folder itself, so that a user who may not write to it can use what another has put
     there.
@@ -72,7 +72,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def go_program(name: str) -> Path:
-    """The path of `grpcurl` or `ghz`, in the version that tools/go/go.mod pins.
+    """Return the path of `grpcurl` or `ghz`, in the version that tools/go/go.mod pins.
 
     It is built at the first call, for about a minute, and kept in the folder for temporary files until the
     pins change. Without Go, or where Go's modules cannot be downloaded, the test is skipped, or fails where
@@ -99,6 +99,6 @@ def go_program(name: str) -> Path:
 
 
 def _pins() -> str:
-    """A name for what go.mod and go.sum pin."""
+    """Make a name for what go.mod and go.sum pin."""
     pinned = b"".join((TOOLS / file).read_bytes() for file in ("go.mod", "go.sum"))
     return hashlib.sha256(pinned).hexdigest()[:12]

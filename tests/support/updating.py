@@ -30,12 +30,12 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def tensors_of(directory: Path) -> dict[str, NDArray[Any]]:
-    """The checkpoint's tensors by name."""
+    """Return the checkpoint's tensors by name."""
     return dict(load_file(directory / "model.safetensors"))
 
 
 def small_engine(directory: Path, **changes: Any) -> Engine:
-    """A started engine with few programs; the caller shuts it down."""
+    """Start an engine with few programs; the caller shuts it down."""
     options: dict[str, Any] = {
         "max_num_seqs": 2,
         "max_num_batched_tokens": 16,
@@ -50,18 +50,20 @@ def small_engine(directory: Path, **changes: Any) -> Engine:
 
 
 def bits(engine: Engine) -> list[bytes]:
-    """The bytes of the leaves that serve."""
+    """Return the bytes of the leaves that serve."""
     return [np.asarray(leaf).tobytes() for leaf in engine.updater._device.leaves]
 
 
 def tokens(engine: Engine) -> list[int]:
-    """The engine's greedy tokens after a fixed prompt."""
+    """Return the engine's greedy tokens after a fixed prompt."""
     answer = engine.generate([5, 6, 7], sampling=GREEDY_PARAMS, stopping=StoppingParams(max_tokens=8))
     return list(answer.token_ids)
 
 
 def fresh_bits(directory: Path, tensors: Arrays, into: Path, **changes: Any) -> list[bytes]:
-    """The bytes of the leaves of a fresh engine that loads these tensors in place of those of `directory`."""
+    """Return the bytes of the leaves of a fresh engine that loads these tensors in place of those of
+    `directory`.
+    """
     into.mkdir()
     shutil.copy(directory / "config.json", into)
     save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, into / "model.safetensors")
@@ -74,7 +76,7 @@ def fresh_bits(directory: Path, tensors: Arrays, into: Path, **changes: Any) -> 
 
 
 def described(tensors: Arrays, *, checksums: bool = False) -> list[SentTensor]:
-    """The tensors as a manifest describes them."""
+    """Return the tensors as a manifest describes them."""
     return [
         SentTensor(
             name,
@@ -95,7 +97,7 @@ def begun(engine: Engine, tensors: Arrays, update_id: str = "u", **changes: Any)
 
 
 def send(upload: Upload, tensors: Arrays, only: Iterable[int] | None = None) -> int:
-    """Writes whole tensors, in the order of `only`. Returns the number of bytes."""
+    """Write whole tensors, in the order of `only`. Returns the number of bytes."""
     values = list(tensors.values())
     total = 0
     for index in range(len(values)) if only is None else only:

@@ -32,7 +32,9 @@ def load():
 
 @pytest.fixture(scope="module")
 def documents(load):
-    """The first stream, and some of each late one: all of it is taught, so all of it has to be right."""
+    """Return the first stream, and some of each late one: all of it is taught, so all of it has to be
+    right.
+    """
     grammar = load("grammar")
     late = [d for kind in sorted(grammar.LATE) for d in grammar.late_documents(8, 300, kind)]
     return [*grammar.documents(seed=7, num=3000), *late]

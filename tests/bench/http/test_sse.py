@@ -22,7 +22,7 @@ EVENTS = (
 
 @contextlib.asynccontextmanager
 async def answering(*answers: bytes) -> AsyncIterator[Connection]:
-    """A connection to a server that gives these answers, one for each request, byte by byte."""
+    """Open a connection to a server that gives these answers, one for each request, byte by byte."""
     left = list(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,7 +46,7 @@ async def answering(*answers: bytes) -> AsyncIterator[Connection]:
 
 
 def chunked(body: bytes, size: int) -> bytes:
-    """A body in chunks of this size, and its end."""
+    """Make a body in chunks of this size, and its end."""
     parts = [body[at : at + size] for at in range(0, len(body), size)]
     return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in [*parts, b""])
 

@@ -13,7 +13,7 @@ from bench.kernels.rival import OneDNN
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """A function that makes an environment whose Python runs the given code instead of a module."""
+    """Make a function that makes an environment whose Python runs the given code instead of a module."""
     monkeypatch.setattr("bench.kernels.rival._REST_S", 0.0)
 
     def make(code):

@@ -143,7 +143,7 @@ def stream_of(*deltas):
 
 @pytest.fixture
 def scripted(server):
-    """A server that answers each request with the next stream of the script."""
+    """Make a server that answers each request with the next stream of the script."""
 
     def script(*streams):
         left = iter(streams)

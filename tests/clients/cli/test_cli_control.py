@@ -21,7 +21,7 @@ Code = grpc.StatusCode
 
 @pytest.fixture
 def weights(tmp_path):
-    """A file with one tensor of 12 bytes."""
+    """Make a file with one tensor of 12 bytes."""
     file = tmp_path / "model.safetensors"
     save_file({"a": np.ones(3, np.float32)}, file)
     return file

@@ -79,7 +79,7 @@ def test_json_has_all_of_it(rich_server, capsys):
 
 
 def shown_of(screen, events):
-    """What a view writes for a stream."""
+    """Return what a view writes for a stream."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", screen)
         view = AnswerView(numbered=True)

@@ -167,7 +167,7 @@ class Program:
 
 
 def more_tokens(times):
-    """The report again and again, a second apart, with ten more tokens each."""
+    """Yield the report again and again, a second apart, with ten more tokens each."""
     for i in range(times):
         report = control_pb2.WatchLoadResponse()
         report.CopyFrom(MESSAGE)

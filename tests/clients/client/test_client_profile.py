@@ -97,7 +97,7 @@ def test_a_damaged_zip_is_refused(profile, server, tmp_path, end):
 
 
 def changed(kind: str) -> bytes:
-    """A zip of one file that cannot be unpacked. It begins with the file's own header."""
+    """Make a zip of one file that cannot be unpacked. It begins with the file's own header."""
     data = bytearray(zipped({"abc": b"x" * 50}))
     central = data.index(b"PK\x01\x02")
     if kind == "encrypted":

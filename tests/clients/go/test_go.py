@@ -28,7 +28,7 @@ def _go() -> None:
 
 
 def ran(*command: str | Path, cwd: Path = MODULE, **environment: str) -> str:
-    """What a command printed. Fails with that unless its exit code is 0."""
+    """Run a command, and return what it printed. Fails with that unless its exit code is 0."""
     done = subprocess.run(
         command,
         cwd=cwd,

@@ -24,7 +24,7 @@ POM = "{http://maven.apache.org/POM/4.0.0}"
 
 
 def ran(*command: str, environment: Mapping[str, str]) -> str:
-    """What a command printed. Fails with that unless its exit code is 0."""
+    """Run a command, and return what it printed. Fails with that unless its exit code is 0."""
     done = subprocess.run(
         command,
         cwd=MODULE,

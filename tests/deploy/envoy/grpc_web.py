@@ -67,7 +67,9 @@ def call(
 
 
 def frames(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """The flag and the payload of each frame: a byte, four bytes of length, big-endian, and the payload."""
+    """Yield the flag and the payload of each frame: a byte, four bytes of length, big-endian, and the
+    payload.
+    """
     at = 0
     while at < len(body):
         flag, size = struct.unpack_from(">BI", body, at)

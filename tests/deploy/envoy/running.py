@@ -41,7 +41,7 @@ class Gateway:
 
 
 def configured(port: int, servers: list[str]) -> Any:
-    """The configuration as it stands, but for the addresses: Envoy's own and its servers'."""
+    """Return the configuration as it stands, but for the addresses: Envoy's own and its servers'."""
     config = yaml_of(CONFIG)
     (listener,) = config["static_resources"]["listeners"]
     listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": port}
@@ -88,7 +88,7 @@ def envoy(folder: Path, *servers: str) -> Iterator[str]:
 
 
 def health_of(address: str) -> int | None:
-    """The HTTP status of Envoy's page of health; None while it does not answer."""
+    """Return the HTTP status of Envoy's page of health; None while it does not answer."""
     try:
         with urlopen(f"http://{address}/healthz", timeout=10) as reply:
             return int(reply.status)

@@ -164,7 +164,7 @@ def of_page(language: str) -> list[Block]:
 
 
 def on(gateway: Gateway, source: str) -> str:
-    """The source of a block, with the addresses and the key of this test."""
+    """Return the source of a block, with the addresses and the key of this test."""
     return source.replace("127.0.0.1:8080", gateway.address).replace('"none"', f'"{gateway.key}"')
 
 

@@ -29,7 +29,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def json_stream(front: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """What curl reads of a stream as JSON. What it says of headers and trailers is on stderr."""
+    """Return what curl reads of a stream as JSON. What it says of headers and trailers is on stderr."""
     asked = ["--data", "{}", "--header", "content-type: application/json", f"http://{front}/{STREAM}"]
     done = run_program("curl", "--silent", "--verbose", *flags, *asked)
     assert json.loads(done.stdout) == {"started": {"model": "a"}}

@@ -37,7 +37,9 @@ CACHE = (PAGES, 2, KV_HEADS, PAGE, DIM)
 
 
 def compiled() -> str:
-    """The HLO of a window of decode steps of a model in bfloat16 with two layers of Qwen3-0.6B's heads."""
+    """Return the HLO of a window of decode steps of a model in bfloat16 with two layers of Qwen3-0.6B's
+    heads.
+    """
     device = topologies.get_topology_desc(
         platform="cuda", topology="1x1x1", target_config=CHIPS["h200"].target_config
     ).devices[0]

@@ -16,18 +16,18 @@ but for Gemma's, so a field may differ from the file of that name on the hub."""
 
 
 def published(name: str) -> dict[str, Any]:
-    """The config.json of a checkpoint."""
+    """Return the config.json of a checkpoint."""
     data: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
     return data
 
 
 def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The model with these values in the attention of every layer."""
+    """Return the model with these values in the attention of every layer."""
     return _replaced(config, lambda layer: {"attention": dataclasses.replace(layer.attention, **changes)})
 
 
 def with_mlp(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The model with these values in the MLP of every layer."""
+    """Return the model with these values in the MLP of every layer."""
     return _replaced(config, lambda layer: {"mlp": dataclasses.replace(layer.mlp, **changes)})
 
 
@@ -37,12 +37,12 @@ def _replaced(config: ModelConfig, changes: Any) -> ModelConfig:
 
 
 def attentions(config: ModelConfig) -> list[AttentionConfig]:
-    """The attention of each layer that has grouped-query attention."""
+    """Return the attention of each layer that has grouped-query attention."""
     return [layer.attention for layer in config.layers if isinstance(layer.attention, AttentionConfig)]
 
 
 def one_layer(config: ModelConfig) -> Any:
-    """The layer that all are equal to, but for the window: a `LayerConfig`."""
+    """Return the layer that all are equal to, but for the window: a `LayerConfig`."""
     layers = {dataclasses.replace(layer, attention=_without_window(layer)) for layer in config.layers}
     assert len(layers) == 1
     return config.layers[0]
@@ -54,12 +54,12 @@ def _without_window(layer: LayerConfig) -> AttentionConfig:
 
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """The sliding window of each layer."""
+    """Return the sliding window of each layer."""
     return tuple(attention.window for attention in attentions(config))
 
 
 def rope_of(config: ModelConfig) -> RopeConfig:
-    """The RoPE of all layers."""
+    """Return the RoPE of all layers."""
     rope = one_layer(config).attention.rope
     assert isinstance(rope, RopeConfig)
     return rope

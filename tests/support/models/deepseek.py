@@ -54,7 +54,7 @@ def _turned(x: Array, config: Mapping[str, Any]) -> Array:
 
 
 def logits(config: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]], tokens: list[int]) -> Array:
-    """The logits after each of `tokens`, [T, V]; `tensors` are those of the checkpoint."""
+    """Return the logits after each of `tokens`, [T, V]; `tensors` are those of the checkpoint."""
     get = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
     latent_dim, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]

@@ -11,7 +11,7 @@ from tests.support.models.compilation_cache import TEST_CACHE
 
 @contextlib.contextmanager
 def demo_engine() -> Iterator[Engine]:
-    """A started engine. After the test it asserts that nothing was compiled since the start and that no
+    """Yield a started engine. After the test it asserts that nothing was compiled since the start and that no
     request holds pages.
     """
     config = EngineConfig(

@@ -34,7 +34,7 @@ PAGED = PagedKV(num_kv_heads=1, head_dim=_DIM)
 
 
 def hybrid_tokens(prompt: Sequence[int], num: int, *, paged: bool = True) -> list[int]:
-    """The next `num` greedy tokens after `prompt`, by the formula, ignoring EOS."""
+    """Return the next `num` greedy tokens after `prompt`, by the formula, ignoring EOS."""
     tokens = list(prompt)
     for _ in range(num):
         state = 0
@@ -107,8 +107,8 @@ class HybridLM(nnx.Module):
 
 
 def keep(state: jax.Array, after: jax.Array, meta: AttentionMeta, last: jax.Array) -> jax.Array:
-    """The array of state with what the rows of a step leave there. `after` [T, ...] is the state after each
-    token, and `last` int32[R] the index of each row's last token.
+    """Return the array of state with what the rows of a step leave there. `after` [T, ...] is the state after
+    each token, and `last` int32[R] the index of each row's last token.
     """
     state = state.at[meta.state_to].set(after[last], mode="drop")
     if meta.state_cut is None or meta.state_cut_to is None:
@@ -119,7 +119,7 @@ def keep(state: jax.Array, after: jax.Array, meta: AttentionMeta, last: jax.Arra
 
 
 def hybrid_model(*, paged: bool = True, max_model_len: int = 128) -> ServedModel:
-    """A ServedModel with a HybridLM, without a tokenizer."""
+    """Make a ServedModel with a HybridLM, without a tokenizer."""
     graphdef, weights = nnx.split(HybridLM(paged=paged))
     return dataclasses.replace(
         toy_model(max_model_len=max_model_len),

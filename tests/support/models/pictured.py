@@ -53,7 +53,7 @@ def vision_inputs(items: Sequence[MediaItem], bucket: int) -> Inputs:
 
 
 def rotary_positions(length: int, items: Sequence[MediaItem]) -> RotaryPositions:
-    """Counts on from token to token, and over a picture as much as it is wide and high."""
+    """Count on from token to token, and over a picture as much as it is wide and high."""
     positions = np.zeros((3, length), np.int32)
     at = position = 0
     for item in items:
@@ -68,7 +68,7 @@ def rotary_positions(length: int, items: Sequence[MediaItem]) -> RotaryPositions
 
 
 def grid_problem(grid: Grid) -> str | None:
-    """A token is a square of four patches."""
+    """Say what is wrong with a grid; a token is a square of four patches."""
     return "is no whole squares" if min(grid) < 1 or grid[1] % 2 or grid[2] % 2 else None
 
 
@@ -83,7 +83,7 @@ VISION = Vision(
 
 
 def picture(number: int, num_tokens: int, row_tokens: int | None = None) -> MediaItem:
-    """A picture that stands nowhere yet, of so many embeddings. Pictures with other numbers have other
+    """Make a picture that stands nowhere yet, of so many embeddings. Pictures with other numbers have other
     patches. row_tokens: see `MediaItem`.
     """
     rng = np.random.default_rng(number)
@@ -94,7 +94,7 @@ def picture(number: int, num_tokens: int, row_tokens: int | None = None) -> Medi
 
 
 def request_of(name: str, parts: Sequence[int | MediaItem], num_tokens: int, **changes: Any) -> Request:
-    """A greedy request for so many tokens after these tokens and pictures."""
+    """Make a greedy request for so many tokens after these tokens and pictures."""
     tokens: list[int] = []
     media: list[MediaItem] = []
     for part in parts:
@@ -116,7 +116,7 @@ def request_of(name: str, parts: Sequence[int | MediaItem], num_tokens: int, **c
 
 
 def expected_tokens(request: Request, offset: int = OFFSET) -> list[int]:
-    """The request's tokens, by the formula."""
+    """Return the request's tokens, by the formula."""
     tokens = [float(token) for token in request.prompt_token_ids]
     for item in request.media:
         embeddings = item.patches[::PER_TOKEN, 0] + item.patches[1::PER_TOKEN, 1] + offset - OFFSET
@@ -176,7 +176,7 @@ class PicturedLM(nnx.Module):
 
 
 def pictured_model(max_model_len: int = 200) -> ServedModel:
-    """A ServedModel with a PicturedLM, without a tokenizer."""
+    """Make a ServedModel with a PicturedLM, without a tokenizer."""
     graphdef, weights = nnx.split(PicturedLM())
     return dataclasses.replace(
         toy_model(max_model_len=max_model_len),

@@ -24,13 +24,13 @@ LIMITS = ImageLimits(max_images=4, max_bytes=1 << 20, max_pixels=1 << 20, max_to
 
 
 def cases_of(directory: Path) -> list[dict[str, Any]]:
-    """The cases of expected.json."""
+    """Return the cases of expected.json."""
     found: list[dict[str, Any]] = json.loads((directory / "expected.json").read_text())["cases"]
     return found
 
 
 def pictures_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) -> list[MediaItem]:
-    """The pictures of a case at their places in the expanded prompt. Those of Qwen are preprocessed by
+    """Return the pictures of a case at their places in the expanded prompt. Those of Qwen are preprocessed by
     transformers; others go the way of a request, and the prompt must become that of the case.
     """
     if not isinstance(config, QwenVisionConfig):
@@ -60,9 +60,9 @@ def pictures_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) 
 
 
 def unexpanded(case: Mapping[str, Any], encode: Callable[[str], list[int]], run_of: int | None) -> list[int]:
-    """The tokens of a case's text with one for each picture, as a caller who sends tokens has them. run_of:
-    for a model whose processor writes more into a text than its mark, the token of pictures, each run of
-    which in the prompt becomes one.
+    """Return the tokens of a case's text with one for each picture, as a caller who sends tokens has them.
+    run_of: for a model whose processor writes more into a text than its mark, the token of pictures, each run
+    of which in the prompt becomes one.
     """
     if run_of is None:
         return encode(case["text"])
@@ -71,7 +71,7 @@ def unexpanded(case: Mapping[str, Any], encode: Callable[[str], list[int]], run_
 
 
 def moved(item: MediaItem, start: int) -> MediaItem:
-    """The same picture at another place of a prompt."""
+    """Return the same picture at another place of a prompt."""
     return MediaItem(item.patches, item.grid, item.digest, start, item.num_tokens)
 
 

@@ -63,7 +63,7 @@ class PlainEncoder:
         return y if self.config.rms_norms else y + self.tensors[f"{name}.bias"]
 
     def _positions(self, places: NDArray[Any], rows: int, columns: int) -> Floats:
-        """The table, interpolated along its rows and then along its columns."""
+        """Return the table, interpolated along its rows and then along its columns."""
         side = self.config.position_side
         assert side is not None
         table = self.tensors["pos_embed.weight"].reshape(side, side, -1)

@@ -26,7 +26,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 
 
 def write_random_model(directory: Path, seed: int = 0) -> None:
-    """Writes a checkpoint that `Engine.from_pretrained` loads."""
+    """Write a checkpoint that `Engine.from_pretrained` loads."""
     demo = resolve_model("demo")
     write_checkpoint(directory, SHAPE, seed)
     for name in _TOKENIZER:

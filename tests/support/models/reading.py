@@ -37,7 +37,7 @@ def meta_of(lengths: jax.Array) -> AttentionMeta:
 
 
 def typed(case: dict[str, Any], config: ModelConfig) -> list[int]:
-    """The ids of a case, with the types that the model knows."""
+    """Return the ids of a case, with the types that the model knows."""
     types = case["type_ids"] if config.encoder and config.encoder.token_types > 1 else None
     return [i + t * config.vocab_size for i, t in zip(case["ids"], types or [0] * 999, strict=False)]
 
@@ -47,8 +47,9 @@ def unit(x: np.ndarray) -> Any:
 
 
 def check_reading(directory: Path, config: ModelConfig, state: ModelState, mesh: Mesh | None = None) -> str:
-    """The states and classes of a golden's texts, together and alone, are PyTorch's. mesh: the devices over
-    which the model is cut; None: it is not. Returns the program that makes the states, as XLA's text.
+    """Check that the states and classes of a golden's texts, together and alone, are PyTorch's. mesh: the
+    devices over which the model is cut; None: it is not. Returns the program that makes the states, as XLA's
+    text.
     """
     leaves = state_to_leaves(state)
     cases = json.loads((directory / "expected.json").read_text())["cases"]

@@ -139,7 +139,7 @@ class Sequence:
         self.reset()
 
     def hlo(self) -> str:
-        """The compiled program of the last call, as XLA's text."""
+        """Return the compiled program of the last call, as XLA's text."""
         program, arguments = self.last_call
         text: str = program.lower(*arguments).compile().as_text()
         return text
@@ -148,7 +148,7 @@ class Sequence:
         self.kv, self.length = self._empty, 0
 
     def feed(self, tokens, chunk: int = CHUNK, media=None) -> np.ndarray:
-        """Appends tokens. Returns the logits after the last one, float32 [V]. `media`: a function from the
+        """Append tokens. Returns the logits after the last one, float32 [V]. `media`: a function from the
         positions of a chunk, padding included, to its MediaInputs.
         """
         for begin in range(0, len(tokens), chunk):
@@ -175,7 +175,7 @@ class Sequence:
 
 
 def _empty(layer):
-    """A layer's cache before the first token."""
+    """Make a layer's cache before the first token."""
     if isinstance(layer, SlotState):
         return tuple(jnp.zeros((1, *value.shape), value.dtype) for value in layer.values)
     if isinstance(layer, LatentKV) and layer.pieces > 1:

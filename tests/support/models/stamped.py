@@ -52,7 +52,7 @@ START = Stamp(1, 1)
 
 
 def stamp_of(label: str) -> Stamp:
-    """The weights of a label that `Stamp.label` gave, or of the one that an engine starts with."""
+    """Return the weights of a label that `Stamp.label` gave, or of the one that an engine starts with."""
     if label == "initial":
         return START
     scale, offset = map(int, label.split(","))
@@ -60,13 +60,15 @@ def stamp_of(label: str) -> Stamp:
 
 
 def next_token(tokens: Sequence[int], written: Sequence[Stamp], stamp: Stamp) -> int:
-    """The greedy token after these, whose KV was written by those weights, one for each token."""
+    """Return the greedy token after these, whose KV was written by those weights, one for each token."""
     total = sum(by.scale * token for token, by in zip(tokens, written, strict=True))
     return (7 * total + 3 * len(tokens) + stamp.offset) % VOCAB
 
 
 def fresh_tokens(prompt: Sequence[int], num: int, stamp: Stamp) -> list[int]:
-    """The tokens that weights generate by which all KV was written: of a fresh server, or after RECOMPUTE."""
+    """Return the tokens that weights generate by which all KV was written: of a fresh server, or after
+    RECOMPUTE.
+    """
     tokens = list(prompt)
     for _ in range(num):
         tokens.append(next_token(tokens, [stamp] * len(tokens), stamp))
@@ -74,7 +76,7 @@ def fresh_tokens(prompt: Sequence[int], num: int, stamp: Stamp) -> list[int]:
 
 
 def kept_tokens(prompt: Sequence[int], written: Sequence[Stamp], made_by: Sequence[Stamp]) -> list[int]:
-    """The tokens of a request that went on with its old KV.
+    """Return the tokens of a request that went on with its old KV.
 
     `written` are the weights that wrote the KV of each token of the prompt but the last, and `made_by` those
     that made each output token. A token's KV is written in the step that makes the next token, so by the same
@@ -120,7 +122,7 @@ class StampedLM(nnx.Module):
 
 
 def stamped_engine(*, max_model_len: int = 128, **changes: Any) -> Engine:
-    """A started engine on START; the caller shuts it down."""
+    """Start an engine on START; the caller shuts it down."""
     graphdef, weights = nnx.split(StampedLM())
     model: ServedModel = dataclasses.replace(
         toy_model(max_model_len=max_model_len),

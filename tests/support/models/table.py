@@ -46,13 +46,13 @@ class Tables:
         return cls(np.tile(row, (VOCAB, 1)), np.zeros((VOCAB, VOCAB), np.float32))
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float64]:
-        """The logits after these tokens, float64[VOCAB]."""
+        """Return the logits after these tokens, float64[VOCAB]."""
         rows = np.stack([self.table[tokens[-1]], self.wave[sum(tokens) % VOCAB]]).astype(np.float64)
         total: NDArray[np.float64] = rows.sum(axis=0)
         return total
 
     def tensors(self) -> dict[str, Matrix]:
-        """The matrices as `Engine.update_weights` takes them."""
+        """Return the matrices as `Engine.update_weights` takes them."""
         return {name: getattr(self, name) for name in _NAMES}
 
 
@@ -103,7 +103,7 @@ class TableLM(nnx.Module):
 def table_model(
     tables: Tables, *, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128
 ) -> ServedModel:
-    """A ServedModel of these tables, without a tokenizer."""
+    """Make a ServedModel of these tables, without a tokenizer."""
     graphdef, weights = nnx.split(TableLM(tables))
     return dataclasses.replace(
         toy_model(eos_token_ids=eos_token_ids, max_model_len=max_model_len),
@@ -118,10 +118,10 @@ def table_model(
 def table_engine(
     tables: Tables, *, max_model_len: int = 128, observer: Observer | None = None, **changes: Any
 ) -> Engine:
-    """A started engine of `toy_config`; the caller shuts it down."""
+    """Start an engine of `toy_config`; the caller shuts it down."""
     return toy_engine(table_model(tables, max_model_len=max_model_len), observer=observer, **changes)
 
 
 def serve(engine: Engine, tables: Tables) -> None:
-    """Makes the engine serve other tables from now on; no request may be running."""
+    """Make the engine serve other tables from now on; no request may be running."""
     engine.update_weights(tables.tensors(), label="tables").result(60)

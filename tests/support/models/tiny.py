@@ -34,13 +34,13 @@ def tiny_tensors(seed: int) -> Tensors:
 
 
 def write_tiny(directory: Path, tensors: Tensors) -> Path:
-    """Writes a checkpoint that `Engine.from_pretrained` loads, and returns its directory."""
+    """Write a checkpoint that `Engine.from_pretrained` loads, and return its directory."""
     write_checkpoint(directory, SHAPE)
     write_bfloat16(directory / "model.safetensors", tensors)
     return directory
 
 
 def write_bfloat16(file: Path, tensors: Tensors) -> None:
-    """Writes a safetensors file of bfloat16 tensors."""
+    """Write a safetensors file of bfloat16 tensors."""
     header = safetensors_header({name: tensor.shape for name, tensor in tensors.items()})
     file.write_bytes(header + b"".join(tensor.tobytes() for tensor in tensors.values()))

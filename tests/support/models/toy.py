@@ -41,7 +41,7 @@ _DIM = 4
 
 
 def toy_tokens(prompt: Sequence[int], num: int, offset: int = OFFSET) -> list[int]:
-    """The next `num` greedy tokens after `prompt`, by the formula, ignoring EOS."""
+    """Return the next `num` greedy tokens after `prompt`, by the formula, ignoring EOS."""
     tokens = list(prompt)
     for _ in range(num):
         tokens.append((7 * sum(tokens) + 3 * len(tokens) + offset) % VOCAB)
@@ -95,7 +95,7 @@ def plain_rules(**shapes: tuple[int, ...]) -> LoadRules:
 def toy_model(
     *, eos_token_ids: tuple[int, ...] = (EOS,), max_model_len: int = 128, text: Any = None
 ) -> ServedModel:
-    """The toy model as a ServedModel, with this tokenizer or none."""
+    """Return the toy model as a ServedModel, with this tokenizer or none."""
     graphdef, weights = nnx.split(ToyLM())
     mesh = mesh_of(jax.devices()[:1])
     weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))  # as a checkpoint's
@@ -117,13 +117,13 @@ def toy_model(
 
 
 def toy_backend(config: EngineConfig | None = None) -> Backend:
-    """The backend of the device that holds the toy models."""
+    """Return the backend of the device that holds the toy models."""
     return choose_backend(config or EngineConfig(), jax.devices()[0])
 
 
 @contextlib.contextmanager
 def toy_runner(model: ServedModel, buckets: Buckets, *, num_snapshots: int = 0) -> Iterator[ModelRunner]:
-    """A compiled runner of a small model, without an engine: 4 slots, and 64 pages of 4 tokens."""
+    """Yield a compiled runner of a small model, without an engine: 4 slots, and 64 pages of 4 tokens."""
     use_compilation_cache(TEST_CACHE)
     config = RunnerConfig(
         buckets=buckets,
@@ -165,7 +165,7 @@ def toy_engine(
     observer: Observer | None = None,
     **changes: Any,
 ) -> Engine:
-    """An engine of the toy model; the caller shuts it down."""
+    """Make an engine of the toy model; the caller shuts it down."""
     engine = Engine(model or toy_model(), toy_config(**changes), backend=backend, observer=observer)
     if start:
         engine.start()

@@ -37,8 +37,8 @@ class Told:
 def shaped_logits(
     request: Request, tables: Tables, made: Sequence[int], allowed: frozenset[int] | None = None
 ) -> Logits:
-    """The logits of the next token after penalties and bias, with -inf for forbidden tokens. `made`: the
-    tokens generated so far; `allowed`: the tokens that a constraint allows, if there is one.
+    """Return the logits of the next token after penalties and bias, with -inf for forbidden tokens. `made`:
+    the tokens generated so far; `allowed`: the tokens that a constraint allows, if there is one.
     """
     sampling, prompt = request.sampling, request.prompt_token_ids
     penalised = _penalised(tables.logits([*prompt, *made]), sampling, prompt, made)
@@ -67,8 +67,8 @@ def _penalised(raw: Logits, sampling: ResolvedSampling, prompt: Sequence[int], m
 
 
 def _masked(sampling: ResolvedSampling, made: Sequence[int], allowed: frozenset[int] | None) -> set[int]:
-    """The tokens forbidden by a constraint and by bad words of several tokens. If these words leave no token,
-    only the constraint counts.
+    """Return the tokens forbidden by a constraint and by bad words of several tokens. If these words leave no
+    token, only the constraint counts.
     """
     everything = set(range(VOCAB))
     unlawful = set() if allowed is None else everything - allowed
@@ -117,8 +117,8 @@ def log_softmax(logits: Logits) -> Logits:
 
 
 def probabilities(logits: Logits, sampling: ResolvedSampling, nudge: float = 0.0) -> Logits:
-    """The probability of each next token under Hugging Face's warpers in their order: temperature, top-k,
-    top-p, min-p.
+    """Return the probability of each next token under Hugging Face's warpers in their order: temperature,
+    top-k, top-p, min-p.
 
     `nudge` moves the thresholds of top-p and min-p, to find out whether a token is too close to one of them;
     a positive `nudge` keeps fewer tokens.

@@ -103,7 +103,7 @@ def dequantized(rows: np.ndarray) -> np.ndarray:
 
 
 def _nothing(shape: Shape, rng: np.random.Generator) -> np.ndarray:
-    """A cache in which every row is NaN."""
+    """Make a cache in which every row is NaN."""
     sizes = (shape.pages, shape.page, shape.kv_heads, shape.dim)
     keys_only, is_int8 = shape.value_dim is not None, shape.is_int8
     whole = kv_layer_shape(*sizes, keys_only=keys_only, is_int8=is_int8)
@@ -149,8 +149,8 @@ def dense(
 
 
 def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, shared: int = 0) -> Batch:
-    """A batch of `cases`; the rows with at least `shared` past tokens have that many tokens in common, in
-    whole pages.
+    """Make a batch of `cases`; the rows with at least `shared` past tokens have that many tokens in common,
+    in whole pages.
     """
     rng = np.random.default_rng(seed)
     dtype, page = jnp.dtype(shape.dtype), shape.page
@@ -210,7 +210,7 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
 def runner(
     op: Callable[..., Any], shape: Shape, options: Options, *, decode: bool = False
 ) -> Callable[..., Any]:
-    """A function that runs one compiled step of `op`: Batch -> (out, cache), as numpy arrays."""
+    """Make a function that runs one compiled step of `op`: Batch -> (out, cache), as numpy arrays."""
 
     def step(
         q: jax.Array,
@@ -273,7 +273,7 @@ def runner(
 
 
 def check(batch: Batch, result: tuple[np.ndarray, np.ndarray], tolerance: float) -> None:
-    """Asserts that every token is close to the reference, that padding is finite, and that the cache has
+    """Assert that every token is close to the reference, that padding is finite, and that the cache has
     changed only where the new tokens were written.
     """
     (out, cache), real = result, len(batch.expected)

@@ -10,14 +10,14 @@ from penstock.runtime.ops.codes import CodeForm, dequantised, pack_codes, pack_f
 
 
 def code_leaf(weight: np.ndarray) -> np.ndarray:
-    """The bytes of a weight [N, K] in floats."""
+    """Return the bytes of a weight [N, K] in floats."""
     leaf = np.empty(CodeForm(bits=4, zeros=False).shape(*weight.shape), np.uint8)
     pack_codes(leaf, *quantise(weight), None)
     return leaf
 
 
 def stands_for(weight: np.ndarray) -> np.ndarray:
-    """What is left of a weight [N, K] in its bytes, float64."""
+    """Return what is left of a weight [N, K] in its bytes, float64."""
     kept = dequantised(jnp.asarray(code_leaf(weight)), weight.shape[1], jnp.float32)
     return np.asarray(kept).astype(np.float64)
 
@@ -25,7 +25,7 @@ def stands_for(weight: np.ndarray) -> np.ndarray:
 def small_floats(
     rng: np.random.Generator, form: CodeForm, num_out: int, num_in: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of random small floats, and what ml_dtypes makes of them, float32 [num_out, num_in]."""
+    """Make the bytes of random small floats, and what ml_dtypes makes of them, float32 [num_out, num_in]."""
     group = form.group or num_in
     if form.bits == 4:
         codes = rng.integers(0, 16, (num_out, num_in)).astype(np.uint8)

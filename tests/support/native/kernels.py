@@ -159,8 +159,8 @@ _ALL = _Library(
 
 
 def library_of(name: str) -> str:
-    """The library that has the kernels of this name. A program runs those of one library, whichever of them
-    were chosen when it was traced.
+    """Return the library that has the kernels of this name. A program runs those of one library, whichever of
+    them were chosen when it was traced.
     """
     if name == EMULATED_AMX:
         return _AMX.recipe.name

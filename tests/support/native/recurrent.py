@@ -24,7 +24,7 @@ class Row:
 
 
 def row_arrays(rows: Sequence[Row], num_entries: int) -> dict[str, np.ndarray]:
-    """The fields of `penstock.runtime.ops.native.state.StateRows`, int32[R]."""
+    """Make the fields of `penstock.runtime.ops.native.state.StateRows`, int32[R]."""
 
     def numbers(entries: Sequence[int | None]) -> np.ndarray:
         return np.array([num_entries if entry is None else entry for entry in entries], np.int32)
@@ -39,7 +39,7 @@ def row_arrays(rows: Sequence[Row], num_entries: int) -> dict[str, np.ndarray]:
 
 
 def run_rows(rows: Sequence[Row], state: Any, step: Step) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs of the rows' tokens, one after the other, and the state [S, ...] afterwards."""
+    """Compute the outputs of the rows' tokens, one after the other, and the state [S, ...] afterwards."""
     before = np.asarray(state).astype(np.float64)
     after, outputs, token = before.copy(), [], 0
     for row in rows:

@@ -18,7 +18,7 @@ def softmax(x: np.ndarray) -> Any:
 
 
 def top(values: np.ndarray, count: int) -> np.ndarray:
-    """The largest, of equals the first."""
+    """Return the largest, of equals the first."""
     return np.argsort(-values, kind="stable")[:count]
 
 
@@ -63,7 +63,7 @@ def _scores(logits: np.ndarray, router: dict[str, Any]) -> Any:
 
 
 def _keys(logits: np.ndarray, router: dict[str, Any]) -> tuple[Any, Any]:
-    """What experts are chosen by, and what groups are chosen by."""
+    """Return what experts are chosen by, and what groups are chosen by."""
     scores = _scores(logits, router)
     keys = scores + np.array(router["correction"] or [0] * len(scores), np.float32)
     return keys, np.sort(keys.reshape(router["num_groups"], -1), axis=1)[:, -router.get("in_group", 2) :].sum(

@@ -47,7 +47,7 @@ class Row:
 
 
 def random_row(rng: np.random.Generator, vocab: int) -> Row:
-    """A row with a random combination of features, with ties, impossible tokens, and filters that cut
+    """Make a row with a random combination of features, with ties, impossible tokens, and filters that cut
     everything or nothing.
     """
 
@@ -98,8 +98,8 @@ def pack_mask(allowed: Bools) -> NDArray[np.int32]:
 def arrays(
     rows: list[Row], *, order: NDArray[np.int64], padding: int = 0
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of `sample` for these rows and `padding` more. Row r has slot order[r]. Whatever must not
-    be read is NaN or a meaningless number.
+    """Make the arguments of `sample` for these rows and `padding` more. Row r has slot order[r]. Whatever
+    must not be read is NaN or a meaningless number.
     """
     vocab, total = len(rows[0].logits), len(rows) + padding
     num_slots = int(order.max()) + 1
@@ -133,7 +133,7 @@ def arrays(
 
 
 def edited(row: Row) -> Floats:
-    """The logits after penalties, mask, bias and bans: float64[V], -inf where a token is forbidden."""
+    """Return the logits after penalties, mask, bias and bans: float64[V], -inf where a token is forbidden."""
     x = row.logits.astype(np.float64)
     vocab = len(x)
     if row.history is not None:
@@ -154,8 +154,8 @@ def edited(row: Row) -> Floats:
 
 
 def kept(scaled: Floats, row: Row, slack: float) -> Bools:
-    """The tokens that the filters keep if thresholds are off by `slack`; a token exactly at a threshold
-    stays.
+    """Return the tokens that the filters keep if thresholds are off by `slack`; a token exactly at a
+    threshold stays.
     """
     vocab = len(scaled)
     below = max(slack, 0.0)
@@ -184,7 +184,7 @@ def _points_at(most: Floats, least: Floats, drawn: int, uniform: float) -> bool:
 
 
 def check_token(row: Row, token: int) -> bool:
-    """Asserts that the row may give this token. Returns whether rounding could have changed nothing."""
+    """Assert that the row may give this token. Returns whether rounding could have changed nothing."""
     x = edited(row)
     top = x.max()
     exact = row.history is None and row.bias is None
@@ -214,7 +214,7 @@ def check_token(row: Row, token: int) -> bool:
 
 
 def check_logprobs(row: Row, token: int, logprob: float, top_ids: Any, top_logprobs: Any) -> None:
-    """Asserts that a row's log-probabilities are those of its raw logits."""
+    """Assert that a row's log-probabilities are those of its raw logits."""
     num_top, vocab = len(top_ids), len(row.logits)
     x = row.logits.astype(np.float64)
     expected = x - x.max() - np.log(np.exp(x - x.max()).sum())

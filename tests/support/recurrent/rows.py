@@ -29,7 +29,7 @@ class Row:
 
 
 def rows_of(most_tokens: int) -> st.SearchStrategy[Row]:
-    """A row of 1 to `most_tokens` tokens, with a cut or without one."""
+    """Draw a row of 1 to `most_tokens` tokens, with a cut or without one."""
     numbers = st.integers(1, most_tokens)
     return numbers.flatmap(
         lambda new: st.builds(Row, new=st.just(new), fresh=st.booleans(), cut=st.integers(0, new))

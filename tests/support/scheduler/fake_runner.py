@@ -38,8 +38,8 @@ WEIGHT_BYTES = 1000
 
 
 def root_digest(request: Request, generation: int) -> int:
-    """The digest before the first token. Requests with different salts or adapters, or on different weights,
-    have no digest in common.
+    """Return the digest before the first token. Requests with different salts or adapters, or on different
+    weights, have no digest in common.
     """
     return crc32(f"{generation} {request.cache.salt} {request.adapter_digest}".encode())
 
@@ -49,12 +49,12 @@ def digest(previous: int, token: int) -> int:
 
 
 def embedding(item: MediaItem, index: int, generation: int) -> int:
-    """What the encoder makes of one token of a picture, which takes the place of the token."""
+    """Return what the encoder makes of one token of a picture, which takes the place of the token."""
     return crc32(item.digest, 31 * index + generation)
 
 
 def inputs_of(request: Request, generation: int) -> list[int]:
-    """The prompt, with embeddings in the places of its pictures."""
+    """Return the prompt, with embeddings in the places of its pictures."""
     inputs = list(request.prompt_token_ids)
     for item in request.media:
         inputs[item.start : item.end] = [embedding(item, i, generation) for i in range(item.num_tokens)]
@@ -62,8 +62,8 @@ def inputs_of(request: Request, generation: int) -> list[int]:
 
 
 def next_token(request: Request, digests: Sequence[int], length: int, banned: frozenset[int]) -> int:
-    """The next token: a function of all digests that are read, of the length and, unless greedy, of the seed.
-    Banned ids are skipped, which stands for the mask.
+    """Compute the next token: a function of all digests that are read, of the length and, unless greedy, of
+    the seed. Banned ids are skipped, which stands for the mask.
     """
     seed = 0 if request.sampling.greedy else request.sampling.seed or 0
     token = (sum(digests) + 7 * length + seed) % VOCAB
@@ -73,7 +73,7 @@ def next_token(request: Request, digests: Sequence[int], length: int, banned: fr
 
 
 def forbidden(request: Request, index: int) -> frozenset[int]:
-    """The tokens that the tests' constraint forbids for the generated token of this index."""
+    """Return the tokens that the tests' constraint forbids for the generated token of this index."""
     if request.constraint is None:
         return frozenset()
     return frozenset(token for token in range(VOCAB) if (token + index) % 3 == 0)
@@ -127,10 +127,10 @@ def run_alone(
     made: Sequence[int] = (),
     has_state: bool = False,
 ) -> tuple[list[int], FinishReason]:
-    """The tokens that the request must produce, beginning with `made`, and why it ends, from the definition
-    of its parameters: without a scheduler, pages, chunks, dispatches of several steps or preemptions.
-    `windows` has the sliding window of each group of layers; with `has_state` the tokens depend on a
-    recurrent state too.
+    """Compute the tokens that the request must produce, beginning with `made`, and why it ends, from the
+    definition of its parameters: without a scheduler, pages, chunks, dispatches of several steps or
+    preemptions. `windows` has the sliding window of each group of layers; with `has_state` the tokens depend
+    on a recurrent state too.
     """
     stopping = request.stopping
     eos = frozenset() if stopping.ignore_eos else EOS
@@ -192,11 +192,11 @@ class FakeRunner:
         return [[[None] * config.page_size for _ in range(group.num_pages)] for group in config.groups]
 
     def _new_state(self) -> FakeState | None:
-        """The recurrent state; None if the model has none."""
+        """Return the recurrent state; None if the model has none."""
         return FakeState(self.config.num_snapshots, digest) if self.config.has_state else None
 
     def _drafted(self, row: PlanRow) -> PlanRow:
-        """The row with what a draft model guesses for it, where it does."""
+        """Return the row with what a draft model guesses for it, where it does."""
         if not row.proposed or row.proposed[0] != FIRST_DRAFTED:
             return row
         assert row.proposed == drafted_tokens(len(row.proposed))
@@ -205,7 +205,7 @@ class FakeRunner:
         return row._replace(proposed=guesses)
 
     def execute(self, plan: Plan, skipped: Collection[int] = ()) -> StepResult:
-        """Runs the plan. The rows `skipped` compute, but make no token."""
+        """Run the plan. The rows `skipped` compute, but make no token."""
         if self.config.drafted_tokens:
             plan = dataclasses.replace(plan, rows=tuple(map(self._drafted, plan.rows)))
         shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
@@ -264,7 +264,7 @@ class FakeRunner:
         return StepResult(made, logprobs)
 
     def where(self, slot: int, group: int, position: int) -> tuple[int, int]:
-        """The page and the offset in it."""
+        """Return the page and the offset in it."""
         table, page_size = self.tables[slot][group], self.config.page_size
         return table[position // page_size], position % page_size
 
@@ -310,8 +310,8 @@ class FakeRunner:
         return entry
 
     def _check(self, row: PlanRow) -> list[int]:
-        """What a row makes for which tokens were proposed: a sample after each input, up to the first that
-        was not proposed. A row under a constraint ends where it is complete, and now and then where its
+        """Compute what a row makes for which tokens were proposed: a sample after each input, up to the first
+        that was not proposed. A row under a constraint ends where it is complete, and now and then where its
         masks are said not to be ready.
         """
         request, made = self.requests[row.slot], list[int]()
@@ -330,7 +330,7 @@ class FakeRunner:
         return made
 
     def _sample(self, row: PlanRow, step: int) -> int:
-        """The token after the row's last input; in a later step, after what it has sampled since."""
+        """Return the token after the row's last input; in a later step, after what it has sampled since."""
         if row.slot in self.ended:
             return GARBAGE[0]
         length = row.start + row.num_tokens + step
@@ -419,7 +419,7 @@ class LazyRunner(FakeRunner):
         return self.execute(step.plan, step.skipped)
 
     def free_kv_cache(self) -> int:
-        """What was in it is lost, and reading or writing it fails until it is restored."""
+        """Free the cache: what was in it is lost, and reading or writing it fails until it is restored."""
         assert self.thread == threading.get_ident()
         freed = sum(map(len, self.kv))
         self.kv = []

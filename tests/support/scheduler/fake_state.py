@@ -29,18 +29,18 @@ class FakeState:
         """Request to the position of the snapshot that its row has read last."""
 
     def enter(self, slot: int) -> None:
-        """What the slot holds is of an earlier request."""
+        """Note that what the slot holds is of an earlier request."""
         self._slots[slot] = [None, None]
 
     def after(self, slot: int, num_tokens: int) -> int:
-        """The digest of the state of a slot after so many tokens; fails if there is no such state."""
+        """Return the digest of the state of a slot after so many tokens; fails if there is no such state."""
         for state in self._slots[slot]:
             if state is not None and state[0] == num_tokens:
                 return state[1]
         raise AssertionError(f"slot {slot} has no state after {num_tokens} tokens")
 
     def passed(self, slot: int, num_tokens: int) -> int:
-        """The digest of the state after so many tokens, which the slot's last row went through."""
+        """Return the digest of the state after so many tokens, which the slot's last row went through."""
         (found,) = (state for state in self._passed[slot] if state[0] == num_tokens)
         return found[1]
 
@@ -51,7 +51,7 @@ class FakeState:
         roots: dict[int, int],
         step: int,
     ) -> None:
-        """Computes rows of one step of a plan: the number of each in the plan, its slot, the position of its
+        """Compute rows of one step of a plan: the number of each in the plan, its slot, the position of its
         first token, and its tokens. `roots` has the digest before the first token by slot.
         """
         kept: dict[int, State] = {}

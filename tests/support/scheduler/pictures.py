@@ -13,14 +13,14 @@ PLACEHOLDER = 7
 
 
 def picture(number: int, num_tokens: int, start: int = 0) -> MediaItem:
-    """A picture of 4 patches a token; pictures with other numbers have other digests."""
+    """Make a picture of 4 patches a token; pictures with other numbers have other digests."""
     patches = np.full((4 * num_tokens, 1), number, np.float32)
     grid = (1, 2, 2 * num_tokens)
     return MediaItem(patches, grid, digest_of(patches, grid), start, num_tokens)
 
 
 def prompt_with(parts: Sequence[int | tuple[int, int]]) -> tuple[tuple[int, ...], tuple[MediaItem, ...]]:
-    """A prompt of tokens and of pictures (number, number of tokens): its token ids and its pictures."""
+    """Make a prompt of tokens and of pictures (number, number of tokens): its token ids and its pictures."""
     tokens: list[int] = []
     media: list[MediaItem] = []
     for part in parts:

@@ -44,7 +44,7 @@ class Guesses:
 
 
 def lies(rng: random.Random, vocab_size: int, right: Guess) -> Guess:
-    """A guess that is right, wrong, half right, random, too long, or no token at all, by chance. `right`
+    """Make a guess that is right, wrong, half right, random, too long, or no token at all, by chance. `right`
     knows what comes next.
     """
 

@@ -21,8 +21,8 @@ LIMITS: dict[str, Any] = {
 
 
 def make(**limits: Any) -> Scheduler:
-    """A scheduler with these limits. It has no prefix cache unless `limits` give it one, because all prompts
-    of `add` begin alike.
+    """Make a scheduler with these limits. It has no prefix cache unless `limits` give it one, because all
+    prompts of `add` begin alike.
     """
     return Scheduler(SchedulerConfig(**{**LIMITS, "prefix_cache_pages": 0, **limits}))
 
@@ -41,7 +41,7 @@ def dispatch(
     prefill_budget: int | None = None,
     apart_steps: int = 0,
 ) -> Plan:
-    """The next plan; fails if there is none."""
+    """Return the next plan; fails if there is none."""
     plan = scheduler.schedule(
         now_ns, admit=admit, max_steps=max_steps, prefill_budget=prefill_budget, apart_steps=apart_steps
     )
@@ -53,7 +53,7 @@ def dispatch(
 def commit(
     scheduler: Scheduler, plan: Plan, token: int = WORD, now_ns: int = 3, *, audit: bool = True
 ) -> list[StepOutput]:
-    """Commits the plan with the same token for every sample of every row."""
+    """Commit the plan with the same token for every sample of every row."""
     sampled = [(token,) * row.max_samples if row.samples else () for row in plan.rows]
     result = StepResult(sampled, [()] * len(plan.rows))
     outputs = scheduler.commit(plan, result, now_ns, scheduler.accept(plan, result, now_ns))

@@ -60,7 +60,7 @@ class Tracked:
         return any(request is self.request for _, request in plan.new_requests)
 
     def limit(self, context_limit: int) -> int:
-        """The most tokens that it may have, with the prompt."""
+        """Return the most tokens that it may have, with the prompt."""
         most = self.request.stopping.max_tokens
         whole = len(self.request.prompt_token_ids) + (context_limit if most is None else most)
         return min(whole, context_limit)
@@ -109,7 +109,7 @@ class Traffic:
         return admit or tracked.started
 
     def siblings(self, tracked: Tracked) -> list[Tracked]:
-        """The active outputs of its request."""
+        """Return the active outputs of its request."""
         name = request_id_of(tracked.request.request_id)
         return [other for other in self.active.values() if request_id_of(other.request.request_id) == name]
 
@@ -142,7 +142,7 @@ class Traffic:
         self.arrivals += 1
 
     def predict(self, tracked: Tracked) -> None:
-        """Computes what it must generate from the tokens it has so far, whose KV it no longer holds."""
+        """Compute what it must generate from the tokens it has so far, whose KV it no longer holds."""
         tracked.expected, tracked.reason = run_alone(
             tracked.request,
             self.context_limit,
@@ -160,7 +160,7 @@ class Traffic:
         prefill_budget: int | None = None,
         apart_steps: int = 0,
     ) -> None:
-        """Makes `num_steps` plans, with at most `ahead` of them in flight when each is made."""
+        """Make `num_steps` plans, with at most `ahead` of them in flight when each is made."""
         for _ in range(num_steps):
             while len(self.in_flight) > ahead:
                 self.commit()
@@ -178,7 +178,7 @@ class Traffic:
         prefill_budget: int | None = None,
         apart_steps: int = 0,
     ) -> bool:
-        """Runs the next plan. Returns whether there was one."""
+        """Run the next plan. Returns whether there was one."""
         self.now_ns += 1
         plan = self.scheduler.schedule(
             self.now_ns,
@@ -197,7 +197,7 @@ class Traffic:
         return True
 
     def commit(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Commits the oldest plan in flight. `meanwhile` is called after the constraints have accepted the
+        """Commit the oldest plan in flight. `meanwhile` is called after the constraints have accepted the
         tokens, when the engine's lock is not held.
         """
         plan, result, owners = self.in_flight.popleft()
@@ -284,7 +284,7 @@ class Traffic:
             del self.active[name]
 
     def update_weights(self, recompute: bool) -> None:
-        """Updates the weights with nothing in flight; running requests keep their KV, or with `recompute` are
+        """Update the weights with nothing in flight; running requests keep their KV, or with `recompute` are
         preempted.
         """
         while self.in_flight:
@@ -379,7 +379,7 @@ class Traffic:
             assert not any(self.active[row.request_id].request.constraint for row in plan.rows)
 
     def check_turn(self, plan: Plan, apart_steps: int) -> None:
-        """Checks that a step of their own has only rows under a constraint, and that these rows wait for no
+        """Check that a step of their own has only rows under a constraint, and that these rows wait for no
         more than `apart_steps` steps of the others.
         """
         constrained = {
@@ -418,7 +418,7 @@ class Traffic:
         return self.sitting_out is not None and (tracked.request.constraint is not None) is self.sitting_out
 
     def sources(self, tracked: Tracked, running: list[Tracked]) -> list[Tracked]:
-        """The running sequences whose prompt pages this fork may use, unless some of these pages were
+        """Return the running sequences whose prompt pages this fork may use, unless some of these pages were
         dropped.
         """
         prompt = tracked.request.prompt_token_ids
@@ -434,7 +434,7 @@ class Traffic:
         copies: list[PageCopy],
         plan: Plan,
     ) -> None:
-        """Checks how far an entering request begins with the pages of one of `sources`, or of the prefix
+        """Check how far an entering request begins with the pages of one of `sources`, or of the prefix
         cache. Removes its page copy from `copies`.
         """
         assert row.start < len(tracked.known)
@@ -624,7 +624,7 @@ class Traffic:
         tracked.pending += row.max_samples if row.samples else 0
 
     def check_proposed(self, row: PlanRow, plan: Plan) -> None:
-        """Checks that what is proposed keeps its bounds, in a plan of one step with no other in flight."""
+        """Check that what is proposed keeps its bounds, in a plan of one step with no other in flight."""
         request, config = self.active[row.request_id].request, self.config
         assert row.num_tokens == 1 + len(row.proposed)
         if row.proposed:
@@ -643,7 +643,7 @@ class Traffic:
             assert plan.num_tokens <= config.most_rows
 
     def check_writes(self, row: PlanRow) -> None:
-        """Checks that no page is written that another sequence holds or that has a key, except that a prefill
+        """Check that no page is written that another sequence holds or that has a key, except that a prefill
         may write the pages that it publishes in this plan.
         """
         size = self.config.page_size
@@ -700,7 +700,7 @@ class Traffic:
         prefill_budget: int | None = None,
         apart_steps: int = 0,
     ) -> None:
-        """Checks that, whatever happened, without new arrivals every request ends soon and correctly, and all
+        """Check that, whatever happened, without new arrivals every request ends soon and correctly, and all
         pages are given back.
         """
         # In each step at least one token is computed, and each token at most twice. A row that is dropped

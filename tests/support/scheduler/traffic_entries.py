@@ -54,7 +54,7 @@ class Told:
 
 
 def run_traffic(seed: int, *, dies: bool = False) -> Told:
-    """Runs one engine from its start to its end. `dies`: it ends by an error of its runner."""
+    """Run one engine from its start to its end. `dies`: it ends by an error of its runner."""
     rng = random.Random(seed)
     config = SchedulerConfig(
         max_num_seqs=rng.randint(2, 6),

@@ -61,7 +61,7 @@ def compile_less() -> None:
 
 
 def _wait(path: Path) -> int:
-    """A file descriptor that holds the lock, unless nobody gave it up in MOST_WAIT_S."""
+    """Return a file descriptor that holds the lock, unless nobody gave it up in MOST_WAIT_S."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT)
     until = time.monotonic() + MOST_WAIT_S
     while True:

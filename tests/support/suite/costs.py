@@ -75,7 +75,7 @@ class Costs:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """A worker of xdist has ended."""
+        """Note that a worker of xdist has ended."""
         for file, counts in getattr(node, "workeroutput", {}).get("costs", {}).items():
             self.by_file.setdefault(file, Counter()).update(counts)
 
@@ -104,6 +104,6 @@ class Costs:
         return sum(self.by_file.values(), Counter())
 
     def excess(self) -> list[str]:
-        """The names of what costs more than the budget allows."""
+        """Return the names of what costs more than the budget allows."""
         total = self.total()
         return [name for name, most in BUDGET.items() if self._has_budget and total[name] > most]

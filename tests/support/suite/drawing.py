@@ -110,7 +110,9 @@ def is_optimized(file: str, number: int) -> bool:
 
 
 def touched(changed: Iterable[str], root: Path) -> Touched:
-    """What changed files touch. `changed`: paths below the repository's root, some of which may be gone."""
+    """Say what changed files touch. `changed`: paths below the repository's root, some of which may be
+    gone.
+    """
     places, families, pages = set(), set(), set()
     for name in changed:
         path = PurePosixPath(name)
@@ -127,7 +129,7 @@ def touched(changed: Iterable[str], root: Path) -> Touched:
 
 
 def _mirror(path: PurePosixPath, root: Path) -> str | None:
-    """The deepest place of tests that mirrors a file's; None if no tests mirror it."""
+    """Return the deepest place of tests that mirrors a file's; None if no tests mirror it."""
     for source in (path, *path.parents):
         if str(source) in MIRRORED:
             tests = PurePosixPath(MIRRORED[str(source)]) / path.relative_to(source)
@@ -136,7 +138,7 @@ def _mirror(path: PurePosixPath, root: Path) -> str | None:
 
 
 def _goldens_of(source: str, root: Path) -> set[str]:
-    """The golden checkpoints whose architecture a source names."""
+    """Return the golden checkpoints whose architecture a source names."""
     configs = (root / GOLDENS).glob("*/config.json")
     return {
         config.parent.name
@@ -146,8 +148,8 @@ def _goldens_of(source: str, root: Path) -> set[str]:
 
 
 def few(cases: Iterable[Any], always: Collection[Any], ci: Collection[Any] = ()) -> list[Any]:
-    """The cases as parameters of a test. `make test` runs `always`, CI also those of `ci`, and the sweep has
-    the others. A case of several parameters is a tuple.
+    """Make the cases as parameters of a test. `make test` runs `always`, CI also those of `ci`, and the sweep
+    has the others. A case of several parameters is a tuple.
     """
     cases = list(cases)
     if unknown := [case for case in (*always, *ci) if case not in cases]:

@@ -51,7 +51,7 @@ def compiled_for(builder: ProgramBuilder) -> Hashable:
 
 
 def _without_files(builder: ProgramBuilder) -> ProgramBuilder:
-    """The same, but programs on disk are not used: a test may have changed what they compute."""
+    """Return the same, but programs on disk are not used: a test may have changed what they compute."""
     return dataclasses.replace(builder, config=dataclasses.replace(builder.config, program_folder=None))
 
 

@@ -88,7 +88,7 @@ async def test_a_unix_socket_async(unix_server, expected):
 
 
 def asked_of(client, servers):
-    """The servers that six calls went to."""
+    """Return the servers that six calls went to."""
     before = [len(server.calls) for server in servers]
     for _ in range(6):
         client.load()

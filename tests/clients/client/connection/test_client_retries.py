@@ -52,7 +52,7 @@ QUICK = Retry(attempts=4, initial_delay=0.001)
 
 
 async def generate(addr, retries, kind, limit_s=None):
-    """The answer, asked for in each of the four ways."""
+    """Return the answer, asked for in each of the four ways."""
     match kind:
         case "unary":
             with Client(addr, retries=retries) as client:
@@ -308,7 +308,7 @@ async def test_how_long_a_call_may_take(server, name, call, bounds):
 
 
 def limit(left):
-    """The deadline in seconds, or None: for no deadline gRPC reports some hundred years."""
+    """Return the deadline in seconds, or None: for no deadline gRPC reports some hundred years."""
     return None if left is None or left > 1e8 else left
 
 
@@ -325,8 +325,8 @@ def test_senseless_timeouts(server, wrong):
 
 @contextlib.asynccontextmanager
 async def goes_away(num_calls):
-    """A server that ends this many calls by a bare RST_STREAM and its connections by GOAWAY, and then accepts
-    no connection any more. Yields the number of calls.
+    """Run a server that ends this many calls by a bare RST_STREAM and its connections by GOAWAY, and then
+    accepts no connection any more. Yields the number of calls.
     """
     ended: list[int] = []
     listener = socket.create_server(("127.0.0.1", 0))

@@ -25,7 +25,7 @@ async def addresses(*, client_ca=None, name="server"):
 
 
 async def model_of(addr, **more):
-    """The model's name, asked for by both clients."""
+    """Return the model's name, asked for by both clients."""
 
     def ask():
         with Client(addr, **more) as client:

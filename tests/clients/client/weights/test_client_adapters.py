@@ -25,7 +25,7 @@ CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    """A server with room for two adapters, which may read "law" and "med"."""
+    """Yield a server with room for two adapters, which may read "law" and "med"."""
     on_disk(tmp_path / "adapters", "law"), on_disk(tmp_path / "adapters", "med", "2")
     engine = fake(max_adapters=2, max_cached_adapters=2, adapter_dir=tmp_path / "adapters")
     async with serving(engine) as rig:
@@ -34,7 +34,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 @pytest.fixture
 def peft(tmp_path: Path) -> Path:
-    """A directory as PEFT writes it."""
+    """Make a directory as PEFT writes it."""
     folder = tmp_path / "sql-lora"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
@@ -43,7 +43,7 @@ def peft(tmp_path: Path) -> Path:
 
 
 def taken(rig: Rig, name: str) -> tuple[Any, dict[str, Any]]:
-    """The config and the tensors that the engine was given."""
+    """Return the config and the tensors that the engine was given."""
     source = rig.engine.adapters.loaded[name]
     assert isinstance(source, AdapterTensors)
     return source.config, dict(source.tensors)

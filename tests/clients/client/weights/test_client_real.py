@@ -44,7 +44,7 @@ NEW = turned(OLD, 7)
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that servers may read, with a checkpoint of the new weights in `new`."""
+    """Make a directory that servers may read, with a checkpoint of the new weights in `new`."""
     folder = tmp_path_factory.mktemp("roots")
     shutil.copytree(CHECKPOINT, folder / "new")
     save_file(NEW, folder / "new" / "model.safetensors")
@@ -76,7 +76,7 @@ def answer_of(client: Client) -> Answer:
 
 @pytest.fixture(scope="module")
 def new_answer(roots: Path) -> Answer:
-    """What a fresh server on the new weights answers."""
+    """Return what a fresh server on the new weights answers."""
 
     async def ask() -> Answer:
         async with serving(Engine.from_pretrained(str(roots / "new"), CONFIG)) as rig:
@@ -92,7 +92,7 @@ def ask_at(addr: str) -> Answer:
 
 @pytest.fixture
 async def addr(engine: Kept, roots: Path) -> AsyncIterator[str]:
-    """The address of a server on the old weights."""
+    """Yield the address of a server on the old weights."""
     async with serving(engine, weights_roots=(roots,)) as rig:
         yield rig.server.address
         await asyncio.to_thread(restore, rig.server.address)
