@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Says what was drawn, so that it can be repeated."""
+    """Say what was drawn, so that it can be repeated."""
     number, revision = config.getoption("draw"), config.getoption("touched")
     if number is None:
         return [f"programs: compiled {'as users compile' if USERS_XLA else 'quickly'}"]

@@ -92,7 +92,7 @@ def prepared(group: Group, addr: str, run: str) -> Iterator[None]:
 
 
 def _is_at(channel: grpc.Channel, load: Mapping[str, Any]) -> bool:
-    """Whether GetLoad says this. A held request may have ended before a pause could stop it."""
+    """Say whether GetLoad says this. A held request may have ended before a pause could stop it."""
     if not load:
         return True
     (now,) = outcome(call(channel, "penstock.v1.ControlService/GetLoad", [{}]))["messages"]

@@ -40,7 +40,7 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def named(path: tuple[Any, ...], patterns: Any) -> bool:
-    """Whether one of the paths of `vary` or `near` leads to this part, or to what it is a part of."""
+    """Say whether one of the paths of `vary` or `near` leads to this part, or to what it is a part of."""
     for pattern in patterns:
         parts = pattern.split(".")
         if len(parts) <= len(path) and all(
@@ -58,7 +58,7 @@ def other(value: Any) -> Any:
 
 
 def differs(case: Case, changed: Any) -> bool:
-    """Whether the changed answer differs from the table, and from the answer of another language."""
+    """Say whether the changed answer differs from the table, and from the answer of another language."""
     try:
         agrees_with_table(case, normal(case, changed))
     except AssertionError:

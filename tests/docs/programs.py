@@ -79,7 +79,9 @@ def stop_server(folder: Path = Path()) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process has not ended. A process that ended and was not waited for counts as running."""
+    """Say whether the process has not ended. A process that ended and was not waited for counts as
+    running.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -164,7 +164,9 @@ def install_programs(folder: Path, real_grpcurl: bool) -> None:
 
 
 def needs_a_server(found: list[Block]) -> bool:
-    """Whether the page starts a server with options. Without options the server of this file is as good."""
+    """Say whether the page starts a server with options. Without options the server of this file is as
+    good.
+    """
     served = [words_of(c) for b in found for c in commands(b.source) if c.startswith("penstock serve ")]
     return any(len(words) > 3 for words in served)
 

@@ -85,7 +85,7 @@ def expanded(path: str) -> list[str]:
 
 
 def exists(path: str) -> bool:
-    """Whether a file or folder has this path or ends in it."""
+    """Say whether a file or folder has this path or ends in it."""
     pattern = path.rstrip("/").replace("...", "*")
     names = folders() if path.endswith("/") else tracked()
     return any(fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}") for name in names)
@@ -112,7 +112,7 @@ _MODULE = re.compile(r"(?<![\w/])(?:penstock\.(?!v1\b)\w+|bench|tests|tools)(?:\
 
 
 def is_module_or_name(dotted: str) -> bool:
-    """Whether it is a module, or a name that occurs in the module before it."""
+    """Say whether it is a module, or a name that occurs in the module before it."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         path = "/".join(parts[:length])

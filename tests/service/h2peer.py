@@ -183,7 +183,7 @@ class Peer:
         return dict(self._headers.get(stream, ()))
 
     def ended(self, stream: int) -> bool:
-        """Whether the server ended the stream."""
+        """Say whether the server ended the stream."""
         return any(f.is_last for f in self.of(stream))
 
     def body(self, stream: int) -> bytes:

@@ -103,7 +103,7 @@ def test_a_program_that_hangs_tells_where() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and has not ended; one that nobody waits for is a zombie for a while."""
+    """Say whether a process is there and has not ended; one that nobody waits for is a zombie for a while."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -78,7 +78,7 @@ class Drafted:
         self.drafting.start()
 
     def compare(self, requests: Sequence[Request], *, together: bool = True) -> list[Answer]:
-        """Asks both engines. Returns the answers of the one with a draft."""
+        """Ask both engines. Returns the answers of the one with a draft."""
         expected = answers(self.plain, requests)
         if together:
             got = answers(self.drafting, requests, together=True)

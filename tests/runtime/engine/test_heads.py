@@ -75,7 +75,7 @@ class Seen:
         self._guess = ProgramCalls.guess
 
     def guess(self, calls: ProgramCalls, rows: int, packed: NDArray[np.int32]) -> None:
-        """Stands in for `ProgramCalls.guess`."""
+        """Stand in for `ProgramCalls.guess`."""
         self._guess(calls, rows, packed)
         self.steps.append(np.asarray(calls._device.rows.guesses).copy())
 

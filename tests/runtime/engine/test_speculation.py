@@ -45,8 +45,8 @@ class Pair:
     def compare(
         self, requests: Sequence[Request], guess: Callable[[Guess], Guess], *, together: bool = True
     ) -> list[Answer]:
-        """Asks both engines, and compares. `guess` makes what is proposed of a guess that is right. Returns
-        the answers of the one that proposes.
+        """Ask both engines, and compare. `guess` makes what is proposed of a guess that is right. Returns the
+        answers of the one that proposes.
         """
         own = [dataclasses.replace(r, constraint=copy.deepcopy(r.constraint)) for r in requests]
         expected = answers(self.plain, own)

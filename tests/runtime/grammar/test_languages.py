@@ -28,7 +28,7 @@ def written(compiler, vocabulary, writer, grammar, seed, **options) -> str | Non
 
 
 def accepts(compiler, backend, grammar, text: str) -> bool:
-    """Whether `text`, given character by character, is a whole output."""
+    """Say whether `text`, given character by character, is a whole output."""
     constraint = compiler.constraint(grammar)
     try:
         for char in text:

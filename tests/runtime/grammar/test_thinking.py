@@ -80,7 +80,7 @@ class Model:
         return dataclasses.replace(grammar, before=thinking_first(forms, prompt, added))
 
     def allows(self, grammar: Grammar, text: str) -> bool:
-        """Whether the grammar allows the text, as the tokenizer splits it, as a whole output."""
+        """Say whether the grammar allows the text, as the tokenizer splits it, as a whole output."""
         constraint = self.compiler.constraint(grammar)
         try:
             constraint.accept(self.backend.encode(text, add_special_tokens=False).ids)
@@ -172,7 +172,7 @@ def test_no_end_token_is_allowed_within_the_reasoning(model):
 
 
 def is_text(token: bytes) -> bool:
-    """Whether the token stands for whole characters."""
+    """Say whether the token stands for whole characters."""
     try:
         return token.decode() != ""
     except UnicodeDecodeError:

@@ -192,7 +192,7 @@ def totals_of(entries: Sequence[Entry], records: Sequence[StepRecord], *, has_ca
 
 
 def right_or_wrong(runner: LazyRunner, rng: random.Random) -> Guesses:
-    """Proposes what the weights that serve would make of the requests alone, or other tokens."""
+    """Propose what the weights that serve would make of the requests alone, or other tokens."""
     known: dict[int, list[int]] = {}
 
     def right(seq: Output, most: int) -> list[int]:

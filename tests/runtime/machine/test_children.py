@@ -82,7 +82,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_busy(pid: int) -> bool:
-    """Whether the process uses processor time now."""
+    """Say whether the process uses processor time now."""
 
     def used() -> int:
         try:

@@ -89,7 +89,7 @@ def rule(name: str, shape: tuple[int, ...], **changes: Any) -> LoadRule:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, np.ndarray], list[LoadRule]]:
-    """Draws a leaf, tensors that hold it in pieces, and the rules that put it together.
+    """Draw a leaf, tensors that hold it in pieces, and the rules that put it together.
 
     The leaf is [matrices, rows, columns], or one matrix. A piece is some rows of a matrix. It may be a tensor
     of its own, transposed or not; it may be fused with the piece after it; or the pieces at the same place in

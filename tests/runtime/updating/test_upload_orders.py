@@ -80,7 +80,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @st.composite
 def interleavings(draw: st.DrawFn, tensors: Arrays) -> list[tuple[int, int, int]]:
-    """Draws chunks (tensor, begin, end): those of one tensor in order, chunks of different tensors in any
+    """Draw chunks (tensor, begin, end): those of one tensor in order, chunks of different tensors in any
     order.
     """
     sizes = [tensor.nbytes for tensor in tensors.values()]

@@ -59,7 +59,7 @@ async def seen(rig, number: int) -> None:
 
 
 async def ended(rig, *calls: asyncio.Future[Any]) -> list[bool]:
-    """Whether each request was aborted, once the engine may go on."""
+    """Say whether each request was aborted, once the engine may go on."""
     rig.engine.release()
     replies = [await asyncio.wait_for(call, 20) for call in calls]
     return [r.outputs[0].finish.reason == types_pb2.FINISH_REASON_ABORTED for r in replies]

@@ -343,7 +343,7 @@ async def test_connections() -> None:
 
 
 async def is_answered(address: str) -> bool:
-    """Whether a new connection is taken."""
+    """Say whether a new connection is taken."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(address, options) as channel:
         call: Any = channel.unary_unary(GENERATE)

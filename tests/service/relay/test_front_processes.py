@@ -37,7 +37,7 @@ def fronts(rig: Rig) -> LinkServer:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs. One that has ended and was not waited for does not."""
+    """Say whether the process runs. One that has ended and was not waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except FileNotFoundError:

@@ -30,7 +30,7 @@ STREAM = "/penstock.v1.InferenceService/Stream"
 
 
 async def nothing_left(rig: Rig) -> None:
-    """Whether no call has a place, and the engine has no request."""
+    """Say whether no call has a place, and the engine has no request."""
     await until(lambda: all(rig.server.admission.active(kind) == 0 for kind in Kind))
     await until(lambda: rig.engine.load().pages_used == 0)
 

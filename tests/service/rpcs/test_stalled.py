@@ -80,7 +80,7 @@ async def peer_of(rig: Rig, **options: Any) -> AsyncIterator[Peer]:
 
 
 async def nothing_left(rig: Rig) -> None:
-    """Whether nothing of any RPC is left in the engine, in the service, and in gRPC."""
+    """Say whether nothing of any RPC is left in the engine, in the service, and in gRPC."""
     await until(lambda: tasks() == 0)
     await until(lambda: rig.engine.load().pages_used == 0)
     await until(lambda: not rig.serving.switchboard.holders)

@@ -83,8 +83,8 @@ class Brake:
             self._steps -= 1
 
     def hold(self, *, steps: int = 0, tokens_of: int = 0, generation: int = 0) -> None:
-        """Lets so many steps be delivered, and goes on until so many outputs have been given a token from now
-        on, made by these weights or newer ones, and then holds the thread.
+        """Let so many steps be delivered, and go on until so many outputs have been given a token from now
+        on, made by these weights or newer ones, and then hold the thread.
         """
         with self._changed:
             self._is_on, self._steps, self._wanted, self._generation = True, steps, tokens_of, generation
@@ -97,7 +97,7 @@ class Brake:
         await until(lambda: self._is_held)
 
     def release(self) -> None:
-        """Lets the thread go on."""
+        """Let the thread go on."""
         with self._changed:
             self._is_on = False
             self._changed.notify_all()

@@ -36,7 +36,7 @@ class Pusher:
             await self.peer.send(frame(DATA, 0, self.stream, data[at : at + MOST]))
 
     async def half_close(self) -> None:
-        """Says that no message follows."""
+        """Say that no message follows."""
         await self.peer.send(frame(DATA, END_STREAM, self.stream))
 
     async def reset(self) -> None:

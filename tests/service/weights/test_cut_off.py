@@ -85,7 +85,7 @@ def sent_bytes(messages: Sequence[Message]) -> int:
 
 
 def is_whole(messages: Sequence[Message]) -> bool:
-    """Whether they end with a commit."""
+    """Say whether they end with a commit."""
     return bool(messages) and messages[-1].WhichOneof("step") == "commit"
 
 
@@ -123,7 +123,7 @@ async def by_hand(
 
 
 async def half_close(pusher: Pusher) -> None:
-    """Says that it is done, and is told that the commit is missing."""
+    """Say that it is done, and be told that the commit is missing."""
     await pusher.half_close()
     assert await pusher.peer.status(pusher.stream) == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 

@@ -66,8 +66,8 @@ def kernel_params(*names: str) -> list[Any]:
 
 
 def is_here(name: str) -> bool:
-    """Whether the system says that the processor has the kernels' instruction set. Nothing is compiled for
-    the answer, so it can be asked when the files of tests are read.
+    """Say whether the system says that the processor has the kernels' instruction set. Nothing is compiled
+    for the answer, so it can be asked when the files of tests are read.
     """
     return name in NATIVE and _CPU_FLAGS[NATIVE[name][0]] in _cpu_flags()
 

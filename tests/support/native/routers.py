@@ -50,8 +50,8 @@ def routers(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def is_decided(logits: np.ndarray, router: dict[str, Any]) -> bool:
-    """Whether one row's choice is the same in float32: what differs by rounding alone may come out in either
-    order.
+    """Say whether one row's choice is the same in float32: what differs by rounding alone may come out in
+    either order.
     """
     keys, sums = _keys(logits, router)
     return all((np.diff(np.unique(compared)) > 1e-5).all() for compared in (keys, sums))

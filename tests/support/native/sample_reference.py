@@ -175,7 +175,7 @@ def kept(scaled: Floats, row: Row, slack: float) -> Bools:
 
 
 def _points_at(most: Floats, least: Floats, drawn: int, uniform: float) -> bool:
-    """Whether inverse CDF sampling with `uniform` can give `drawn`, if the masses lie between `least` and
+    """Say whether inverse CDF sampling with `uniform` can give `drawn`, if the masses lie between `least` and
     `most`.
     """
     below, total = most[:drawn].sum(), most.sum()

@@ -28,7 +28,7 @@ def make(**limits: Any) -> Scheduler:
 
 
 def add(scheduler: Scheduler, name: str = "a", num_prompt: int = 3, now_ns: int = 1, **stopping: Any) -> None:
-    """Queues a request with the prompt 100, 101, ..."""
+    """Queue a request with the prompt 100, 101, ..."""
     prompt = tuple(range(100, 100 + num_prompt))
     scheduler.add(Request(name, prompt, stopping=StoppingParams(**stopping)), now_ns)
 

@@ -405,15 +405,15 @@ class Traffic:
         self.most_apart = max(self.most_apart, apart_steps)
 
     def has_next_page(self, tracked: Tracked) -> bool:
-        """Whether a running sequence has a page for its next token, or could get one. One that could not is
-        left out until an earlier plan is committed, because that may free some.
+        """Say whether a running sequence has a page for its next token, or could get one. One that could not
+        is left out until an earlier plan is committed, because that may free some.
         """
         seq = self.scheduler.roster.find(tracked.request.request_id)
         return seq is not None and self.scheduler.roster.groups.can_grow(seq, seq.num_computed + 1)
 
     def sits_out(self, tracked: Tracked) -> bool:
-        """Whether the newest plan leaves this sequence out, so that rows under a constraint, or the others,
-        run alone.
+        """Say whether the newest plan leaves this sequence out, so that rows under a constraint, or the
+        others, run alone.
         """
         return self.sitting_out is not None and (tracked.request.constraint is not None) is self.sitting_out
 
@@ -533,7 +533,7 @@ class Traffic:
             assert row.num_tokens >= wanted or self.lacks_pages(row)
 
     def lack_pages_for(self, tracked: Tracked, running: list[Tracked]) -> bool:
-        """Whether some group has too few pages for a waiting request, if it shares none."""
+        """Say whether some group has too few pages for a waiting request, if it shares none."""
         needed = -(-len(tracked.known) // self.config.page_size)
         if not self.has_windows and not self.config.has_state and self.sources(tracked, running):
             needed = 1
@@ -544,7 +544,7 @@ class Traffic:
         return False
 
     def lacks_pages(self, row: PlanRow) -> bool:
-        """Whether the row ends where its pages end: with a sliding window there may be no page for more,
+        """Say whether the row ends where its pages end: with a sliding window there may be no page for more,
         because others hold those that it gave back.
         """
         seq = self.scheduler.roster.find(row.request_id)
@@ -570,12 +570,12 @@ class Traffic:
         return min(wanted, num_pages // 8)
 
     def is_done(self, tracked: Tracked) -> bool:
-        """Whether all tokens that it may have are made or in flight."""
+        """Say whether all tokens that it may have are made or in flight."""
         return len(tracked.known) + tracked.pending >= tracked.limit(self.context_limit)
 
     def may_be_promised(self, tracked: Tracked, running: list[Tracked]) -> bool:
-        """Whether a running prefill shares at least one full page with it, or computes the prompt of which it
-        is a fork.
+        """Say whether a running prefill shares at least one full page with it, or computes the prompt of
+        which it is a fork.
         """
         if any(not t.decoding for t in self.sources(tracked, running)):
             return True

@@ -108,13 +108,13 @@ def _make_fewer_buckets() -> None:
 
 
 def is_quick() -> bool:
-    """Whether programs are compiled quickly now."""
+    """Say whether programs are compiled quickly now."""
     quick: bool = jax.config.read("jax_disable_most_optimizations")
     return quick
 
 
 def optimize(wanted: bool) -> None:
-    """Whether XLA compiles as it does for users, in this process and in those that it starts.
+    """Say whether XLA compiles as it does for users, in this process and in those that it starts.
 
     Without, XLA compiles in a third of the time. What was compiled otherwise is forgotten.
     """

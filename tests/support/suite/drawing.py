@@ -98,14 +98,14 @@ class SweepKey:
 
 
 def needs_draw(is_sweep: bool, through_fronts: bool, changes: Touched) -> bool:
-    """Whether a test runs only if it is drawn or touched. Those through front processes run without them,
+    """Say whether a test runs only if it is drawn or touched. Those through front processes run without them,
     too, so each of them is drawn, unless the relay has changed.
     """
     return is_sweep or (through_fronts and RELAY not in changes.places)
 
 
 def is_optimized(file: str, number: int) -> bool:
-    """Whether the number draws this file of tests to be compiled as users compile."""
+    """Say whether the number draws this file of tests to be compiled as users compile."""
     return crc32(file.encode()) % OPTIMIZED_PARTS == number % OPTIMIZED_PARTS
 
 

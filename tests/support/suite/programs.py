@@ -56,7 +56,7 @@ def _without_files(builder: ProgramBuilder) -> ProgramBuilder:
 
 
 def forget_programs() -> None:
-    """Has the next engine of every kind compile its own programs."""
+    """Have the next engine of every kind compile its own programs."""
     _kept.clear()
 
 

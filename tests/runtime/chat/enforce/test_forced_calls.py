@@ -105,7 +105,7 @@ class Model:
         return self.codec.decode([i for i in out if i != self.eos], skip_special_tokens=False)
 
     def allows(self, grammar: str, text: str) -> bool:
-        """Whether the grammar allows the text, as the tokenizer splits it, as a whole output."""
+        """Say whether the grammar allows the text, as the tokenizer splits it, as a whole output."""
         matcher = LLMatcher(self.guide, LLMatcher.grammar_from_lark(grammar))
         ids = self.codec.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

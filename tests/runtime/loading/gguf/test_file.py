@@ -124,7 +124,7 @@ def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path) -> N
 
 
 def _survives(path: Path, data: bytes) -> bool:
-    """Whether the file is read, and its tensors too; else it must be a ConfigError."""
+    """Say whether the file is read, and its tensors too; else it must be a ConfigError."""
     path.write_bytes(data)
     try:
         found = read_gguf(path)

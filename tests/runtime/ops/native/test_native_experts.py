@@ -51,7 +51,7 @@ def wide(array: Any) -> np.ndarray:
 
 
 def packed(weight: np.ndarray, kind: str, bias: np.ndarray | None = None) -> PackedExperts:
-    """Packs weights [G, N, K]. Scale and bias stand behind values of other layers."""
+    """Pack weights [G, N, K]. Scale and bias stand behind values of other layers."""
     added = None if bias is None else jnp.asarray(np.concatenate([np.full(5, 99, BF16), bias.reshape(-1)]))
     if kind == "int4":
         return PackedExperts(jnp.asarray(np.stack([code_leaf(w) for w in weight])), None, added, 0, 5)

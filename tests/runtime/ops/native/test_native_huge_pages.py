@@ -54,7 +54,7 @@ def test_values_survive() -> None:
 
 
 def wants_huge_pages(array: jax.Array) -> bool:
-    """Whether Linux has been asked for huge pages in the middle of an array's memory."""
+    """Say whether Linux has been asked for huge pages in the middle of an array's memory."""
     middle = array.unsafe_buffer_pointer() + array.nbytes // 2
     is_here = False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():

@@ -189,7 +189,7 @@ def test_the_theme_is_the_systems_until_one_is_chosen(browser: Chromium, page: P
 
 
 def background(page: Page) -> str:
-    """Whether the page is light or dark."""
+    """Say whether the page is light or dark."""
     color = page.tab.evaluate("getComputedStyle(document.body).backgroundColor")
     channels = [int(part) for part in color.removeprefix("rgb(").removesuffix(")").split(",")]
     return "light" if sum(channels) > 3 * 128 else "dark"

@@ -210,7 +210,7 @@ LOW, HIGH = 1, 2**64 - 1
 
 
 def decided(environ: dict[str, str], ratio: float | None = None) -> tuple[bool, bool, bool]:
-    """Whether a low id is recorded, a high one, and a high one whose caller said so."""
+    """Say whether a low id is recorded, a high one, and a high one whose caller said so."""
     chosen = sampler(TracingOptions(trace_sample_ratio=ratio), environ)
     parent = set_span_in_context(
         NonRecordingSpan(SpanContext(HIGH, 7, is_remote=True, trace_flags=TraceFlags(1)))
