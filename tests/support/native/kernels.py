@@ -113,6 +113,8 @@ EMULATED_FLAGS = {  # longest suffix first
 """As build.FLAGS, with AVX-512 and AMX emulated. With -O1 they compile in two thirds of the time."""
 _AMX_PARTS = (
     "common/limits",
+    "adapters/adapters",
+    "adapters/adapters_avx512",
     "linear/linear",
     "linear/linear_amx",
     "linear/linear_avx512",

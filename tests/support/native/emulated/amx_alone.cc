@@ -1,11 +1,13 @@
-// For a library that has the kernels for AMX, those for codes, and no others.
+// For a library that has the kernels for AMX, those for codes and for adapters, and no others.
 #include <cstdlib>
 
+#include "adapters/adapters.h"
 #include "attention/attention.h"
 #include "linear/linear.h"
 
 namespace penstock {
 
+const AdapterKernel& AdaptersAvx2() { abort(); }
 const LinearKernel& LinearAvx2() { abort(); }
 const LinearKernel& LinearAvx512Bf16() { abort(); }
 const AttentionKernel& AttentionAvx2() { abort(); }
