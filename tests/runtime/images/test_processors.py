@@ -114,7 +114,7 @@ GEMMA4 = GOLDEN / "gemma4_vl"
 
 
 def gemma4(folder: Path, max_tokens: int, model_most: int = 280, **changes: Any) -> Processor:
-    """Return the processor of the golden's encoder, with changes of its file. model_most: the model's bound."""
+    """Return the processor of the golden's encoder, with changes of its file. model_most: the model's own."""
     vision = load_config(GEMMA4).vision
     assert isinstance(vision, Gemma4VisionConfig)
     file = "preprocessor_config.json"
