@@ -81,3 +81,5 @@ def test_the_largest_rank_fits_a_call_or_the_one_that_would_is_named() -> None:
         check_adapters(config)
     check_adapters(dataclasses.replace(config, adapter_rank=16))
     check_adapters(CONFIG)
+    with pytest.raises(ConfigError, match="no rank fits; without adapter_experts a place is far smaller"):
+        check_adapters(dataclasses.replace(config, adapter_size=1 << 24))  # as of all experts of a mixture

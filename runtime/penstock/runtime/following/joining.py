@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.config import ADAPTER_RANKS, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import has_own_memory
 from penstock.runtime.execution.cpu_threads import start_backends
@@ -77,11 +77,16 @@ def check_adapters(config: RunnerConfig) -> None:
     for pool in config.adapter_shapes:
         num_bytes = pool.shape[1] * pool.dtype.itemsize
         if num_bytes > MOST_CALL_BYTES:
+            most = config.adapter_rank * MOST_CALL_BYTES // num_bytes
+            fits = (
+                f"a rank of at most {most} fits"
+                if most >= min(ADAPTER_RANKS)
+                else "no rank fits; without adapter_experts a place is far smaller"
+            )
             raise ConfigError(
                 f"max_adapter_rank: what a device has of an adapter is sent to the other processes of the "
                 f"group in one call of {num_bytes / 1e6:.0f} MB, and a call has at most "
-                f"{MOST_CALL_BYTES / 1e6:.0f} MB: a rank of at most "
-                f"{config.adapter_rank * MOST_CALL_BYTES // num_bytes} fits"
+                f"{MOST_CALL_BYTES / 1e6:.0f} MB: {fits}"
             )
 
 
