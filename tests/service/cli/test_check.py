@@ -157,10 +157,19 @@ def test_heads(run: Run) -> None:
     assert (code, "draft_model: goes with" in error) == (1, True)
 
 
-def test_a_model_that_takes_no_adapters_is_named(run: Run) -> None:
-    code, out, error = run(str(GOLDEN / "encoders" / "bert"), "--max-adapters", "3")
+@pytest.mark.parametrize(
+    ("name", "option", "told"),
+    [
+        ("encoders/bert", (), "max_adapters: this model takes no adapters"),
+        ("llama", ("--adapter-experts",), "adapter_experts: this model has no experts"),
+    ],
+)
+def test_a_model_that_takes_no_adapters_is_named(
+    run: Run, name: str, option: tuple[str, ...], told: str
+) -> None:
+    code, out, error = run(str(GOLDEN / name), "--max-adapters", "3", *option)
     assert (code, out) == (1, "")
-    assert "this model takes no adapters" in error
+    assert told in error
 
 
 def test_a_kv_cache_of_int8(run: Run) -> None:
