@@ -64,8 +64,8 @@ class AdapterRows(NamedTuple):
     """The slot of each token, int32 [T]; 0: none."""
     rank: int
     experts: Array | None = None
-    """The expert of each token, int32 [T], for a layer that each expert has one of. One that is not among
-    them counts as the nearest number."""
+    """The expert of each token, int32 [T], for a layer that each expert has one of. What is
+    computed for a number that no expert has must not be used."""
 
     def has_room(self, place: AdapterPlace) -> bool:
         """Say whether adapters have the matrices of this layer: those of experts lie behind all others, and
