@@ -22,7 +22,8 @@ MOST = 4
 @schemathesis.hook
 def map_body(context, body):
     """Return the body with the demo model's name where it has some text for it, with a question at the end of
-    its messages, with little to write, and with both texts of a pair.
+    its messages, with little to write, with both texts of a pair, and with some text where that for
+    relevance is empty.
     """
     if not isinstance(body, dict):
         return body
@@ -35,6 +36,11 @@ def map_body(context, body):
         for names in SIDES:
             if all(body.get(name) is None for name in names):
                 changed[names[0]] = "a"
+    if context.operation.path.endswith("/rerank"):
+        if body.get("query") == "":
+            changed["query"] = "a"
+        if isinstance(body.get("documents"), list):
+            changed["documents"] = ["a" if document == "" else document for document in body["documents"]]
     for name in SHORT:
         given = body.get(name)
         if isinstance(given, int) and not isinstance(given, bool):
