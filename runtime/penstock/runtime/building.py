@@ -395,8 +395,6 @@ def check_adapters(model: ServedModel, config: ResolvedConfig) -> None:
     """Raise ConfigError if adapters are asked for and the model cannot have any."""
     if config.max_adapters and model.adapted is None:
         raise ConfigError("max_adapters: this model takes no adapters")
-    if config.adapter_experts and model.adapted is not None and not model.adapted.has_experts:
-        raise ConfigError("adapter_experts: this model has no experts")
 
 
 def _adapter_reader(model: ServedModel, config: ResolvedConfig) -> AdapterReader | None:

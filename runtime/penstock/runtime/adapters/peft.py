@@ -339,7 +339,7 @@ class AdapterReader:
         experts. PEFT wraps the parameters of one module one around the other, in the order in which the
         module has them; so how often a name has ".base_layer" tells the parameter.
         """
-        match = re.fullmatch(r"layers\.(\d{1,6})\.(?:\w+\.)?experts((?:\.base_layer){0,1})", rest)
+        match = re.fullmatch(r"layers\.(\d{1,6})\.(?:\w+\.)?experts((?:\.base_layer)?)", rest)
         if match is None:
             return None
         module = inner.removesuffix(match[2])

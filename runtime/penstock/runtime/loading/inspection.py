@@ -251,10 +251,7 @@ def _adapter_bytes(
         return 0
     if config.encoder is not None:
         raise ConfigError("max_adapters: this model takes no adapters")
-    adapted = adapted_model(config, dtype, linear)
-    if options.adapter_experts and not adapted.has_experts:
-        raise ConfigError("adapter_experts: this model has no experts")
-    size = adapted.sizes.of(experts=options.adapter_experts)
+    size = adapted_model(config, dtype, linear).sizes.of(experts=options.adapter_experts)
     return (options.max_adapters + 1) * size * options.max_adapter_rank * dtype.itemsize
 
 

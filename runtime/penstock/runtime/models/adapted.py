@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.layers.experts import ExpertStack, StackedLinear
 from penstock.runtime.models.layers.latent import HeadProducts, LatentAttention
 from penstock.runtime.models.linear import Embedding, Linear
@@ -30,7 +31,11 @@ class AdapterSizes:
     with_experts: int
 
     def of(self, *, experts: bool) -> int:
-        """Return the units of adapters that may change experts, or may not."""
+        """Return the units of adapters that may change experts, or may not. ConfigError for a model that has
+        none to change.
+        """
+        if experts and self.with_experts == self.without_experts:
+            raise ConfigError("adapter_experts: this model has no experts")
         return self.with_experts if experts else self.without_experts
 
 
