@@ -53,7 +53,8 @@ def engine_of(name: str, **options: Any) -> Engine:
 
 
 def folders(name: str) -> list[Path]:
-    return sorted(LORA.joinpath(name).iterdir())
+    """Return the adapters of a golden checkpoint, which may be in a folder such as `encoders`."""
+    return sorted(LORA.joinpath(Path(name).name).iterdir())
 
 
 def cases_of(folder: Path) -> list[Case]:

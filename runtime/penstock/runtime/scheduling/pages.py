@@ -512,6 +512,16 @@ class PageGroups:
         self._cover(seq)
         return grown
 
+    def shorten(self, seq: Sequence) -> None:
+        """Give back the last pages of a sequence that begins again, down to what it would have entered with."""
+        for group in self.all:
+            table = seq.tables[group.index]
+            whole = group.pool.pages_for(len(seq.token_ids))
+            kept = min(whole, table.num_dropped + group.max_prefill_pages)
+            group.pool.release(table.pages[kept:])
+            del table.pages[kept:]
+        self._cover(seq)
+
     def reachable(self, seq: Sequence) -> int:
         """Tell how many positions of a sequence the pages cover that it holds and those that are
         available.

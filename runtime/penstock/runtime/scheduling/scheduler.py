@@ -261,6 +261,7 @@ class Commits:
                         # The slot's other copy of state stands before this step, so what was accepted is
                         # computed again from there, as a chunk of known tokens.
                         seq.num_computed, seq.prefill_until = row.start, total
+                        self._roster.groups.shorten(seq)
             wanted = () if seq.request.logprobs is None else tuple(logprobs)
             prompt = seq.of_prompt.take_logprobs() if i in prompts else ()
             if (
