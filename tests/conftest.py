@@ -82,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--draw",
         type=int,
         metavar="NUMBER",
-        help="of the tests of the sweep, run the third that this number draws, for example a commit's; and "
+        help="of the tests of the sweep, run the quarter that this number draws, for example a commit's; and "
         "compile the fifth of the files that it draws as users compile (default: the whole sweep)",
     )
     group.addoption(

@@ -1,7 +1,7 @@
-"""Which tests of the sweep a commit runs: a third of them, which its number draws, and those that its own
+"""Which tests of the sweep a commit runs: a quarter of them, which its number draws, and those that its own
 changes touch.
 
-Of any three commits in a row each test of the sweep runs in one. What several files ask of a model family is
+Of any four commits in a row each test of the sweep runs in one. What several files ask of a model family is
 drawn together, because the tests of one family share its compiled programs.
 """
 
@@ -16,10 +16,10 @@ from zlib import crc32
 
 import pytest
 
-SWEEP_PARTS = 3
+SWEEP_PARTS = 4
 OPTIMIZED_PARTS = 5
 """In one file of tests in five, programs are compiled as users compile. This has no factor in common with
-SWEEP_PARTS, so each file of the sweep has its turn within 15 commits.
+SWEEP_PARTS, so each file of the sweep has its turn within 20 commits.
 """
 
 MIRRORED = {
@@ -48,7 +48,7 @@ MIRRORED = {
 in one file, the others of `families` by the goldens that they name.
 """
 WHOLE_PARTS = ("tests", "tests/runtime", "tests/service", "tests/clients")
-"""A source directly in one of these touches every test there is, so the drawn third has to do."""
+"""A source directly in one of these touches every test there is, so the drawn quarter has to do."""
 FAMILIES = "runtime/penstock/runtime/models/families"
 GOLDENS = "tests/golden"
 PAGES = "tests/docs"
