@@ -109,7 +109,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
     if revision:
         changes = changes_since(revision)
-        names = sorted(changes.places | changes.families | changes.pages)
+        names = sorted(changes.places | changes.families | changes.pages | changes.built)
         lines.insert(2, f"touched since {revision}, whose sweeps run whole: {', '.join(names) or 'nothing'}")
     return lines
 
@@ -131,7 +131,8 @@ def sweep_key(item: pytest.Item) -> drawing.SweepKey:
     marked_file = any(
         mark.name == "sweep" for mark in getattr(item.getparent(pytest.Module), "own_markers", ())
     )
-    return drawing.SweepKey(item.nodeid, family, is_alone=not marked_file)
+    shared = next((word for mark in item.iter_markers("sweep") for word in mark.args), "")
+    return drawing.SweepKey(item.nodeid, family, is_alone=not marked_file, shared=shared)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k

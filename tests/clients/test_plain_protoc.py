@@ -52,7 +52,7 @@ def test_java_has_one_class_for_each_message_in_the_package_of_the_contract(tmp_
     assert "package penstock.v1;" in source.splitlines()
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep("Go")
 def test_go_has_the_code_that_the_client_has(tmp_path: Path) -> None:
     """Also for somebody who has no buf: only the line that names protoc's version differs."""
     require("go")

@@ -29,6 +29,8 @@ class Driver:
     """Its words. Skips the test where a toolchain is missing."""
     folder: Path = ROOT
     environment: Mapping[str, str] = field(default_factory=dict)
+    built: str = ""
+    """What is built for it: a word of tests.support.suite.drawing.BUILT."""
 
     def run(
         self, addr: str, calls: Sequence[Mapping[str, Any]], file: Path, reflection: str = ""
@@ -95,7 +97,7 @@ def _java() -> list[str]:
 
 
 PYTHON = Driver("python", _python, environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
-GRPCURL = Driver("grpcurl", _grpcurl, environment=PYTHON.environment)
-GO = Driver("go", _go, ROOT / "clients" / "go")
-JAVA = Driver("java", _java)
+GRPCURL = Driver("grpcurl", _grpcurl, environment=PYTHON.environment, built="grpcurl")
+GO = Driver("go", _go, ROOT / "clients" / "go", built="Go")
+JAVA = Driver("java", _java, built="Java")
 DRIVERS = (PYTHON, GRPCURL, GO, JAVA)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import APART, GOLDENS, LONGEST, TOGETHER
 from tests.support.suite.drawing import (
+    BUILT,
     MIRRORED,
     OPTIMIZED_PARTS,
     SWEEP_PARTS,
@@ -54,6 +55,21 @@ def test_a_family_is_drawn_in_all_files_at_once_and_a_file_that_is_marked_as_a_w
     assert max(by_part.values()) - min(by_part.values()) <= 1
     of_a_file = {key(f"a.py::test_{n}", is_alone=False).part(GOLDENS) for n in range(20)}
     assert len(of_a_file) == 1
+
+
+def test_tests_that_share_an_engine_are_drawn_together() -> None:
+    assert len({key(f"a.py::test[{number}]", shared="engine").part(GOLDENS) for number in range(20)}) == 1
+
+
+def test_a_run_has_all_tests_of_one_thing_that_is_built_and_none_of_the_others() -> None:
+    drawn = [
+        {key(f"a.py::test[{number}]", shared=word).part(GOLDENS) for number in range(20)} for word in BUILT
+    ]
+    assert sorted(part for parts in drawn for part in parts) == list(range(SWEEP_PARTS))
+    for word, folder in BUILT.items():
+        changes = touched([f"{folder}/file"], ROOT)
+        assert [other for other in BUILT if key("a.py::test", shared=other) in changes] == [word]
+        assert key("a.py::test") not in changes
 
 
 @pytest.mark.parametrize(
@@ -119,7 +135,8 @@ def test_a_case_that_is_marked_but_is_not_there_is_told() -> None:
 
 
 def test_every_folder_and_file_that_the_rules_name_exists() -> None:
-    named = [*MIRRORED, *MIRRORED.values(), *LONGEST, *APART, *(file for files in TOGETHER for file in files)]
+    together = [file for files in TOGETHER for file in files]
+    named = [*MIRRORED, *MIRRORED.values(), *BUILT.values(), *LONGEST, *APART, *together]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

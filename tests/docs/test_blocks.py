@@ -131,7 +131,7 @@ def shell_pages() -> Iterator[object]:
         elif not calls_grpcurl(found):
             yield pytest.param(found, False, id=name, marks=pytest.mark.sweep)
         if calls_grpcurl(found):
-            yield pytest.param(found, True, id=f"{name}-grpcurl", marks=pytest.mark.sweep)
+            yield pytest.param(found, True, id=f"{name}-grpcurl", marks=pytest.mark.sweep("grpcurl"))
 
 
 def calls_grpcurl(found: list[Block]) -> bool:

@@ -43,7 +43,7 @@ def ran(*command: str | Path, cwd: Path = MODULE, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep("Go")
 @pytest.mark.usefixtures("_go")
 def test_the_checked_in_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
     tools = Path(sys.executable).parent
@@ -57,7 +57,7 @@ def test_the_checked_in_stubs_are_what_the_protos_generate(tmp_path: Path) -> No
     assert (stale, unread) == ([], []), "run `make proto-go`"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep("Go")
 @pytest.mark.usefixtures("_go")
 def test_the_code_is_formatted_and_go_finds_nothing_wrong_with_it() -> None:
     assert ran("gofmt", "-l", ".") == ""
@@ -65,7 +65,7 @@ def test_the_code_is_formatted_and_go_finds_nothing_wrong_with_it() -> None:
     ran("go", "mod", "tidy", "-diff")  # exits with 1 if it would change anything
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep("Go")
 @pytest.mark.usefixtures("_go")
 def test_the_tests_of_the_module_pass() -> None:
     """Their servers start from this interpreter, so that they are those of this environment."""
@@ -102,7 +102,7 @@ def test_programs_of_the_readme_are_those_that_the_module_tests() -> None:
     assert sorted(parts) == sorted(program.strip() for program in programs)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep("Go")
 @pytest.mark.usefixtures("_go")
 def test_commands_of_the_readme_run(tmp_path: Path) -> None:
     said = run_readme(MODULE, tmp_path, left_out=["go test"])

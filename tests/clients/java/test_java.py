@@ -46,7 +46,7 @@ def test_the_module_has_the_version_of_the_project() -> None:
     assert version == project["version"]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep("Java")
 @pytest.mark.timeout(1200)  # Maven alone takes minutes on a busy machine
 def test_the_module_builds_without_warnings_and_its_tests_pass() -> None:
     """Its servers start from this interpreter, so that they are those of this environment."""
@@ -64,7 +64,7 @@ def test_the_module_builds_without_warnings_and_its_tests_pass() -> None:
     assert "Failures: 0, Errors: 0, Skipped: 0" in said, said
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep("Java")
 @pytest.mark.timeout(1200)  # Maven alone takes minutes on a busy machine
 def test_commands_of_the_readme_run(tmp_path: Path) -> None:
     require("java", "mvn")

@@ -10,7 +10,7 @@ import pytest
 from tests.service.rig import Rig, serving
 from tests.support.toolchains import go_program
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.sweep("grpcurl")
 WAIT_S = 60.0
 DESCRIBED = {
     "penstock.v1.InferenceService.Generate": "rpc Generate ( .penstock.v1.GenerateRequest ) returns",

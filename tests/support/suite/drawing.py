@@ -8,7 +8,7 @@ drawn together, because the tests of one family share its compiled programs.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,6 +47,15 @@ MIRRORED = {
 """The folder of tests for each folder of sources. Folders below these mirror each other. Encoders are tested
 in one file, the others of `families` by the goldens that they name.
 """
+BUILT: Mapping[str, str] = {
+    "grpcurl": "tools/go",
+    "Go": "clients/go",
+    "Java": "clients/java",
+    "emulated AMX": "runtime/penstock/runtime/ops/native/src",
+}
+"""What tests of the sweep share that is built for a minute, and the folder whose changes run all of these
+tests. Each of these is in another part, so that a run builds one of them.
+"""
 WHOLE_PARTS = ("tests", "tests/runtime", "tests/service", "tests/clients")
 """A source directly in one of these touches every test there is, so the drawn quarter has to do."""
 FAMILIES = "runtime/penstock/runtime/models/families"
@@ -65,12 +74,15 @@ class Touched:
     """Golden checkpoints of the model families that it changes."""
     pages: frozenset[str] = frozenset()
     """Pages of the documentation."""
+    built: frozenset[str] = frozenset()
+    """Words of BUILT."""
 
     def __contains__(self, key: SweepKey) -> bool:
         path = PurePosixPath(key.file)
         return (
             any(str(place) in self.places for place in (path, *path.parents))
             or key.family in self.families
+            or key.shared in self.built
             or (key.file.startswith(PAGES) and any(f"[{page}" in key.test for page in self.pages))
         )
 
@@ -85,6 +97,10 @@ class SweepKey:
     """The golden checkpoint among its parameters."""
     is_alone: bool = True
     """False if the whole file is marked: then its tests share what they set up, and are drawn together."""
+    shared: str = ""
+    """What its mark says that it shares with other tests, which are drawn together: `pytest.mark.sweep("Go")`
+    is of BUILT, and other words name an engine.
+    """
 
     @property
     def file(self) -> str:
@@ -92,9 +108,12 @@ class SweepKey:
 
     def part(self, families: Collection[str]) -> int:
         """Which of the parts the test is in. Families take turns, as each costs about the same."""
+        if self.shared in BUILT:
+            return list(BUILT).index(self.shared) % SWEEP_PARTS
         if self.family:
             return sorted(families).index(self.family) % SWEEP_PARTS
-        return crc32((self.test if self.is_alone else self.file).encode()) % SWEEP_PARTS
+        drawn_by = self.shared or (self.test if self.is_alone else self.file)
+        return crc32(drawn_by.encode()) % SWEEP_PARTS
 
 
 def needs_draw(is_sweep: bool, through_fronts: bool, changes: Touched) -> bool:
@@ -113,11 +132,12 @@ def touched(changed: Iterable[str], root: Path) -> Touched:
     """Say what changed files touch. `changed`: paths below the repository's root, some of which may be
     gone.
     """
-    places, families, pages = set(), set(), set()
+    places, families, pages, built = set(), set(), set(), set()
     for name in changed:
         path = PurePosixPath(name)
         if path.suffix == ".md":
             pages.add(name)
+        built |= {word for word, folder in BUILT.items() if path.is_relative_to(folder)}
         if name.startswith(f"{GOLDENS}/"):
             families.add(path.parts[2])
         if name.startswith(f"{FAMILIES}/") and (root / name).is_file():
@@ -125,7 +145,7 @@ def touched(changed: Iterable[str], root: Path) -> Touched:
         place = _mirror(path, root)
         if place not in (None, *WHOLE_PARTS):
             places.add(place)
-    return Touched(frozenset(places), frozenset(families), frozenset(pages))
+    return Touched(frozenset(places), frozenset(families), frozenset(pages), frozenset(built))
 
 
 def _mirror(path: PurePosixPath, root: Path) -> str | None:
