@@ -31,6 +31,9 @@ NATIVE: dict[str, tuple[Isa, bool | None]] = {
 }
 """For each name the instruction set and the argument of `library.use_pairs`."""
 EMULATED_AMX = "amx_emulated"
+"""CI runs it on machines without AMX. Where the real instructions are, it would say again what they say, and
+only the sweep has it, because it takes a minute to compile.
+"""
 EMULATED_AVX512: dict[str, tuple[Isa, bool]] = {
     "avx512_emulated": (Isa.AVX512, False),
     "avx512_bf16_emulated": (Isa.AVX512_BF16, False),
@@ -53,16 +56,21 @@ TEST_KERNELS = Path(tempfile.gettempdir()) / "penstock-tests-native"
 
 def kernel_params(*names: str) -> list[Any]:
     """Parameters of a fixture that takes the names of kernels: these, or all if there are none. `make test`
-    runs those of this machine's best instruction set, CI also the other real ones and emulated AMX, and the
-    sweep has emulated AVX-512.
+    runs those of this machine's best instruction set, CI also the other real ones, and what is emulated is
+    marked as EMULATED_AMX and EMULATED_AVX512 say.
     """
     chosen = names or (*NATIVE, EMULATED_AMX, *EMULATED_AVX512)
     best = max((name for name in chosen if is_here(name)), key=list(NATIVE).index, default="")
-    levels = [
-        [] if name == best else [pytest.mark.sweep] if name in EMULATED_AVX512 else [pytest.mark.ci]
-        for name in chosen
-    ]
-    return [pytest.param(name, marks=marks) for name, marks in zip(chosen, levels, strict=True)]
+    return [pytest.param(name, marks=[] if name == best else mark_of(name)) for name in chosen]
+
+
+def mark_of(name: str) -> pytest.MarkDecorator:
+    """Say which runs have kernels that are not this machine's best."""
+    if name in EMULATED_AVX512:
+        return pytest.mark.sweep
+    if name == EMULATED_AMX and is_here("amx"):
+        return pytest.mark.sweep("emulated AMX")
+    return pytest.mark.ci
 
 
 def is_here(name: str) -> bool:
@@ -158,15 +166,6 @@ _ALL = _Library(
     "emulated",
 )
 """All kernels. It takes a minute to compile."""
-
-
-def library_of(name: str) -> str:
-    """Return the library that has the kernels of this name. A program runs those of one library, whichever of
-    them were chosen when it was traced.
-    """
-    if name == EMULATED_AMX:
-        return _AMX.recipe.name
-    return _ALL.recipe.name if name in EMULATED_AVX512 else build.KERNELS.name
 
 
 @contextmanager

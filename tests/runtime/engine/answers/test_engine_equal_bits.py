@@ -31,8 +31,7 @@ from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Gate, at_gate
 from tests.support.models.compilation_cache import TEST_CACHE
-from tests.support.native.kernels import EMULATED_AMX, NATIVE, library_of, running
-from tests.support.suite.drawing import few
+from tests.support.native.kernels import EMULATED_AMX, NATIVE, mark_of, running
 
 pytestmark = [
     pytest.mark.ci,
@@ -73,7 +72,6 @@ class Served:
     """An engine with its observer, and the folder of its model."""
 
     engine: Engine
-    library: str
     rows: MostRows
     folder: Path
 
@@ -92,20 +90,38 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8 KV": {"kv_cache_dtype": "int8"},
 }
 """Options that say how weights and KV cache are kept."""
-ENGINES = [f"{library}-{name}" for library in ("avx2", EMULATED_AMX) for name in FORMATS]
-"""One engine for all instruction sets of this machine, which are chosen when a program runs, and one for each
-library of emulated kernels.
-"""
-CI = ("avx2-bf16", "avx2-int8", f"{EMULATED_AMX}-bf16")
-"""int8 stands for packed weights, of which int4 is the other. Emulated AMX takes rows of every format in the
-same way; test_native_linear.py has its bits for each.
-"""
+CI = ("bf16", "int8")
+"""int8 stands for packed weights, of which int4 is the other."""
+EMULATED = pytest.mark.sweep("emulated AMX")
 
 
-@pytest.fixture(scope="module", params=few(ENGINES, (), CI))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in CI else pytest.mark.sweep(f"{name} on real kernels"))
+        for name in FORMATS
+    ],
+)
 def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    kernels, _, name = request.param.partition("-")
-    formats = FORMATS[name]
+    """Yield an engine for all instruction sets of this machine, which are chosen when a program runs."""
+    yield from serving(folder, FORMATS[request.param], "avx2")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=mark_of(EMULATED_AMX) if name == "bf16" else EMULATED) for name in FORMATS
+    ],
+)
+def emulated(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    """Yield an engine for emulated AMX, which takes rows of every format in the same way;
+    test_native_linear.py has its bits for each.
+    """
+    yield from serving(folder, FORMATS[request.param], EMULATED_AMX)
+
+
+def serving(folder: Path, formats: dict[str, Any], kernels: str) -> Iterator[Served]:
+    """Run an engine with the library that has these kernels."""
     row_bytes = SHAPE.head_dim + 4 if "kv_cache_dtype" in formats else SHAPE.head_dim * 2
     config = EngineConfig(
         **formats,
@@ -128,7 +144,7 @@ def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
 
     with running(kernels):
         engine = serve()
-    yield Served(engine, library_of(kernels), rows, folder)
+    yield Served(engine, rows, folder)
     assert engine.compiles_after_warmup == 0
     assert engine.load().pages_used == 0
     engine.shutdown()
@@ -164,11 +180,17 @@ def bits(result: Answer) -> object:
     return result.tokens, result.finish, result.logprobs, result.prompt_logprobs
 
 
-@pytest.mark.parametrize("kernel", [*NATIVE, EMULATED_AMX])
+@pytest.mark.parametrize("kernel", NATIVE)
 def test_answers_have_the_same_bits_however_they_are_computed(served: Served, kernel: str) -> None:
+    check_answers(served, kernel)
+
+
+def test_answers_have_the_same_bits_in_emulated_tiles(emulated: Served) -> None:
+    check_answers(emulated, EMULATED_AMX)
+
+
+def check_answers(served: Served, kernel: str) -> None:
     engine = served.engine
-    if library_of(kernel) != served.library:
-        pytest.skip("this engine has the other kernels")
     with running(kernel):
         expected: dict[str, object] = {}
         for request in requests():
@@ -191,16 +213,22 @@ def test_answers_have_the_same_bits_however_they_are_computed(served: Served, ke
         assert cached > 0
 
 
-@pytest.mark.parametrize("kernel", ["avx2", pytest.param(EMULATED_AMX, marks=pytest.mark.sweep)])
-def test_forks_pauses_and_updates_leave_the_bits(served: Served, kernel: str) -> None:
+def test_forks_pauses_and_updates_leave_the_bits(served: Served) -> None:
+    check_changes(served, "avx2")
+
+
+@EMULATED
+def test_forks_pauses_and_updates_leave_the_bits_of_emulated_tiles(emulated: Served) -> None:
+    check_changes(emulated, EMULATED_AMX)
+
+
+def check_changes(served: Served, kernel: str) -> None:
     """Three outputs of one prompt, which share its pages and then copy one: each is as it is alone. A pause
     that frees the KV cache, and an update to the same weights, both have the outputs computed again that run.
     """
     engine, name = served.engine, "model.norm.weight"
     good = load_file(served.folder / "model.safetensors")[name]
     outputs = outputs_of(requests()[7], 3)
-    if library_of(kernel) != served.library:
-        pytest.skip("this engine has the other kernels")
     with running(kernel):
         expected = []
         for output in outputs:
@@ -232,6 +260,15 @@ def test_forks_pauses_and_updates_leave_the_bits(served: Served, kernel: str) ->
 
 
 def test_weights_that_are_not_numbers_end_requests(served: Served) -> None:
+    check_not_numbers(served)
+
+
+@EMULATED
+def test_weights_that_are_not_numbers_end_requests_of_emulated_tiles(emulated: Served) -> None:
+    check_not_numbers(emulated)
+
+
+def check_not_numbers(served: Served) -> None:
     """NaN must reach the logits under int8 too: int8 cannot hold it, so the scale of a row of activations
     must.
     """
