@@ -132,7 +132,10 @@ LIMITS = {"max_num_seqs": 4, "kv_cache_bytes": 30 * 2 * 4 * 2 * 4 * 4}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("auto", marks=pytest.mark.ci), pytest.param("off", marks=pytest.mark.sweep)],
+    params=[
+        pytest.param("auto", marks=pytest.mark.ci),
+        pytest.param("off", marks=pytest.mark.sweep("XLA beside a draft")),
+    ],
     ids=["native", "XLA"],
 )
 def partly(request: pytest.FixtureRequest) -> Iterator[Drafted]:
@@ -199,6 +202,9 @@ def greedy(tables: Tables, request: Request) -> list[int]:
     return known[len(request.prompt_token_ids) :]
 
 
+EQUAL = pytest.mark.sweep("a draft that is the model")
+
+
 @pytest.fixture(scope="module")
 def equal() -> Iterator[Drafted]:
     """Yield a draft that is the model, with few pages. The programs are those of an accelerator, with memory
@@ -210,7 +216,7 @@ def equal() -> Iterator[Drafted]:
     made.close()
 
 
-@pytest.mark.sweep
+@EQUAL
 def test_a_page_has_room_for_the_draft(equal: Drafted) -> None:
     """A page of four tokens has keys and values of four numbers each, in float32, for each of the models."""
     budget, of_one = LIMITS["kv_cache_bytes"], 4 * 2 * 4 * 4
@@ -219,7 +225,7 @@ def test_a_page_has_room_for_the_draft(equal: Drafted) -> None:
     assert equal.drafting.runner.device.cache_bytes == budget
 
 
-@pytest.mark.sweep
+@EQUAL
 def test_a_draft_that_is_the_model_is_never_wrong(equal: Drafted) -> None:
     """In any mix: prompts of several chunks beside others' decodes, windows of steps without guesses, pages
     that others computed, outputs of one prompt, preemptions, and a cache that was freed.

@@ -73,7 +73,10 @@ class Pair:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("auto", marks=pytest.mark.ci), pytest.param("off", marks=pytest.mark.sweep)],
+    params=[
+        pytest.param("auto", marks=pytest.mark.ci),
+        pytest.param("off", marks=pytest.mark.sweep("XLA beside proposals")),
+    ],
     ids=["native", "XLA"],
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sweep
-
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "tests",
     [
@@ -37,6 +36,7 @@ def test_what_holds_on_one_device_holds_on_two(tests):
     passes(tests, {})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "tests",
     [

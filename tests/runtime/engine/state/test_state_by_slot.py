@@ -72,7 +72,8 @@ def proposing() -> Engine:
         "windows",
         "no overlap",
         "single steps",
-        pytest.param("as on an accelerator", marks=pytest.mark.sweep),  # it has most programs
+        # It has most programs.
+        pytest.param("as on an accelerator", marks=pytest.mark.sweep("state as on an accelerator")),
         "no layer has pages",
         "tokens are proposed",
     ],
