@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         metavar="NUMBER",
         help="of the tests of the sweep, run the quarter that this number draws, for example a commit's; and "
-        "compile the fifth of the files that it draws as users compile (default: the whole sweep)",
+        "compile the ninth of the files that it draws as users compile (default: the whole sweep)",
     )
     group.addoption(
         "--touched",
@@ -101,10 +101,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     number, revision = config.getoption("draw"), config.getoption("touched")
     if number is None:
         return [f"programs: compiled {'as users compile' if USERS_XLA else 'quickly'}"]
-    part, fifth = number % drawing.SWEEP_PARTS, number % drawing.OPTIMIZED_PARTS
+    part, ninth = number % drawing.SWEEP_PARTS, number % drawing.OPTIMIZED_PARTS
     lines = [
         f"drawn by {number}: part {part} of {drawing.SWEEP_PARTS} of the sweep",
-        f"compiled as users compile: part {fifth} of {drawing.OPTIMIZED_PARTS} of the files",
+        f"compiled as users compile: part {ninth} of {drawing.OPTIMIZED_PARTS} of the files",
         f"to repeat it: make test-ci DRAW={number} TOUCHED={revision or ''}",
     ]
     if revision:

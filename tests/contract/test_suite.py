@@ -31,7 +31,7 @@ def key(test: str, **told: object) -> SweepKey:
     return SweepKey(test, **told)  # type: ignore[arg-type]
 
 
-def test_one_run_in_four_has_a_test_and_one_in_five_compiles_a_file_as_users_do() -> None:
+def test_one_run_in_four_has_a_test_and_one_in_nine_compiles_a_file_as_users_do() -> None:
     tests = [f"tests/a/test_b.py::test_c[{number}]" for number in range(300)]
     by_part = Counter(key(test).part(GOLDENS) for test in tests)
     assert sorted(by_part) == list(range(SWEEP_PARTS))
