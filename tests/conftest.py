@@ -57,6 +57,8 @@ SWEEP_S = 1200
 """A test of the sweep may take so long, unless it says otherwise: some build with Go or Maven, which download
 what they need first.
 """
+PARTS = drawing.FRONT_PARTS if FRONT_PROCESSES else drawing.SWEEP_PARTS
+"""Of so many parts of the tests that are drawn, a run with `--draw` has one."""
 LONGEST = tuple((ROOT / "tests" / "support" / "suite" / "longest.txt").read_text().split())
 """The files that take longest, which start first. `pytest --durations=0` finds them."""
 APART = ("tests/service/relay/test_all_tests.py",)
@@ -101,9 +103,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     number, revision = config.getoption("draw"), config.getoption("touched")
     if number is None:
         return [f"programs: compiled {'as users compile' if USERS_XLA else 'quickly'}"]
-    part, ninth = number % drawing.SWEEP_PARTS, number % drawing.OPTIMIZED_PARTS
+    part, ninth = number % PARTS, number % drawing.OPTIMIZED_PARTS
     lines = [
-        f"drawn by {number}: part {part} of {drawing.SWEEP_PARTS} of the sweep",
+        f"drawn by {number}: part {part} of {PARTS} of the sweep",
         f"compiled as users compile: part {ninth} of {drawing.OPTIMIZED_PARTS} of the files",
         f"to repeat it: make test-ci DRAW={number} TOUCHED={revision or ''}",
     ]
@@ -144,7 +146,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out: list[pytest.Item] = []
         for item in items:
             key = sweep_key(item)
-            drawn = key.part(GOLDENS) == number % drawing.SWEEP_PARTS
+            drawn = key.part(GOLDENS, PARTS) == number % PARTS
             is_sweep = item.get_closest_marker("sweep") is not None
             always = not drawing.needs_draw(is_sweep, FRONT_PROCESSES > 0, changes)
             runs = drawn or key in changes or always

@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import APART, GOLDENS, LONGEST, TOGETHER
 from tests.support.suite.drawing import (
     BUILT,
+    FRONT_PARTS,
     MIRRORED,
     OPTIMIZED_PARTS,
     SWEEP_PARTS,
@@ -36,6 +37,9 @@ def test_one_run_in_four_has_a_test_and_one_in_nine_compiles_a_file_as_users_do(
     by_part = Counter(key(test).part(GOLDENS) for test in tests)
     assert sorted(by_part) == list(range(SWEEP_PARTS))
     assert min(by_part.values()) > 50
+    of_fronts = Counter(key(test).part(GOLDENS, FRONT_PARTS) for test in tests)
+    assert sorted(of_fronts) == list(range(FRONT_PARTS))
+    assert min(of_fronts.values()) > 25
     for file in FILES:
         assert sum(is_optimized(file, number) for number in range(OPTIMIZED_PARTS)) == 1
     drawn = Counter(

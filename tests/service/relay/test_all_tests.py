@@ -53,7 +53,7 @@ def ends_well(*arguments: str) -> None:
 
 
 def drawn_as(config: pytest.Config) -> list[str]:
-    """Return the options by which a run draws the same quarter as this one; none for all tests."""
+    """Return the options by which a run draws the same part as this one; none for all tests."""
     options = {name: config.getoption(name) for name in ("draw", "touched")}
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
@@ -62,7 +62,7 @@ def drawn_as(config: pytest.Config) -> list[str]:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("folders", [("servicers",), FOLDERS], ids=["servicers", "other folders"])
 def test_the_service_through_a_front_process(folders: tuple[str, ...], pytestconfig: pytest.Config) -> None:
-    """CI draws a quarter of the tests of each file, and has all of a folder whose sources a commit touches;
+    """CI draws an eighth of the tests of each file, and has all of a folder whose sources a commit touches;
     of all folders if it touches the relay.
     """
     others = " and ".join(f"not {name}" for name in INSIDE)

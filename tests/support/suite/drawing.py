@@ -17,6 +17,8 @@ from zlib import crc32
 import pytest
 
 SWEEP_PARTS = 4
+FRONT_PARTS = 8
+"""Of the tests that run through a front process, a run has one in eight: each also runs without one."""
 OPTIMIZED_PARTS = 9
 """In one file of tests in nine, programs are compiled as users compile, which takes up to three times as
 long. This has no factor in common with SWEEP_PARTS, so each file of the sweep has its turn within 36 commits.
@@ -106,14 +108,14 @@ class SweepKey:
     def file(self) -> str:
         return self.test.split("::")[0]
 
-    def part(self, families: Collection[str]) -> int:
-        """Which of the parts the test is in. Families take turns, as each costs about the same."""
+    def part(self, families: Collection[str], parts: int = SWEEP_PARTS) -> int:
+        """Which of so many parts the test is in. Families take turns, as each costs about the same."""
         if self.shared in BUILT:
-            return list(BUILT).index(self.shared) % SWEEP_PARTS
+            return list(BUILT).index(self.shared) % parts
         if self.family:
-            return sorted(families).index(self.family) % SWEEP_PARTS
+            return sorted(families).index(self.family) % parts
         drawn_by = self.shared or (self.test if self.is_alone else self.file)
-        return crc32(drawn_by.encode()) % SWEEP_PARTS
+        return crc32(drawn_by.encode()) % parts
 
 
 def needs_draw(is_sweep: bool, through_fronts: bool, changes: Touched) -> bool:
