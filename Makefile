@@ -12,6 +12,8 @@ NEWEST_TESTS = tests/runtime/models/test_golden.py tests/service/servicers/test_
 	tests/runtime/ops/gpu tests/runtime/ops/tpu \
 	tests/service/cli/test_serve.py::test_a_checkpoint_is_served_until_sigterm -k 'not emulated'
 AGAINST ?= HEAD~1
+# `make check SINCE=REV` runs clang-tidy only over the kernels that have changed since a commit.
+SINCE ?=
 # What of the sweep `make test-ci` runs: the quarter that a number draws, here the commit's, and what changes since a
 # commit touch.
 DRAW ?= $(shell git rev-list --count HEAD)
@@ -126,7 +128,7 @@ format-check: install
 
 lint: install
 	$(BIN)/ruff check
-	$(BIN)/python -m tools.clang_tidy
+	$(BIN)/python -m tools.clang_tidy $(if $(SINCE),--since '$(SINCE)')
 
 types: install
 	$(BIN)/mypy
