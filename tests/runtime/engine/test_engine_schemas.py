@@ -33,7 +33,11 @@ pytestmark = pytest.mark.ci
 MAX_TOKENS = 400
 
 
-@pytest.fixture(scope="module", params=["demo", "random"])
+@pytest.fixture(
+    scope="module",
+    # Random weights try more of a grammar than those that have learned to write sentences.
+    params=[pytest.param("demo", marks=pytest.mark.sweep("schemas on the demo model")), "random"],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the model's name or folder."""
     if request.param == "demo":

@@ -30,9 +30,15 @@ deviation about 13."""
 PROMPT = (0, 4, 9)
 
 
-@pytest.fixture(scope="module", params=["auto", "off"], ids=["native", "XLA"])
+@pytest.fixture(
+    scope="module",
+    params=["auto", pytest.param("off", marks=pytest.mark.sweep("draws by XLA"))],
+    ids=["native", "XLA"],
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Yield an engine with the native sampler, and one with XLA's."""
+    """Yield an engine with the native sampler, and one with XLA's. Of the latter's draws
+    tests/runtime/ops/test_sampler.py has the distributions, too.
+    """
     engine = table_engine(
         FLAT,
         native=request.param,
