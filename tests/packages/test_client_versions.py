@@ -16,7 +16,7 @@ import pytest
 from tests.packages.environments import environment, install, variables, versions
 from tools.wheels import ROOT, build_client
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 # What tests/clients imports, in the versions that are in use here.
 TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "numpy", "safetensors", "ml-dtypes")
 NEEDED = (
@@ -62,6 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_client(tmp_path_factory.mktemp("dist"))
 
 
+@pytest.mark.sweep  # each has an environment of its own, so they are drawn one by one
 @pytest.mark.parametrize(
     ("arguments", "protobuf"),
     [

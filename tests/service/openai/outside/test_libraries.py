@@ -1,5 +1,6 @@
 """Clients of OpenAI and Anthropic, and LiteLLM, LangChain, LangGraph, the OpenAI Agents SDK, AutoGen,
-Semantic Kernel, Instructor, guidance and lm-evaluation-harness call the front.
+Semantic Kernel, Instructor, guidance and lm-evaluation-harness call the front. Each has an environment of its
+own, so that they are drawn one by one.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from tests.service.openai.outside.demo_front import (
 from tests.service.openai.outside.npm import node_packages
 from tests.service.openai.outside.outcomes import judge, read
 
-pytestmark = pytest.mark.sweep
 
-
+@pytest.mark.sweep
 def test_openai_for_python(endpoint: Endpoint, tmp_path: Path) -> None:
     assert read("openai-python").version == openai.__version__, "the file tells of another version"
     judge("openai-python", python_driver(sys.executable, "openai_checks", endpoint, tmp_path))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "package"), [("openai", "openai"), ("anthropic", "@anthropic-ai/sdk")])
 def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: Path) -> None:
     folder = node_packages(f"{package}@{read(f'{name}-node').version}", "zod@4.6.7")
@@ -40,6 +41,7 @@ def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: 
     judge(f"{name}-node", outcomes_of(done))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "packages", "driver"),
     [
