@@ -82,12 +82,15 @@ def close(left: list[TokenLogprobs], right: list[TokenLogprobs]) -> bool:
     return flat[0] == pytest.approx(flat[1], rel=1e-4)
 
 
-def test_whole_and_in_every_chunking(served: tuple[Engine, list[Case]]) -> None:
+def test_whole_and_in_chunks(served: tuple[Engine, list[Case]]) -> None:
+    """A page has 8 tokens. Chunks of every size up to two pages and a token, and of sizes that cut a prompt
+    in the middle, before its last token, and not at all.
+    """
     engine, goldens = served
     for case in goldens:
         known = len(case["tokens"])
         length = len(case["prompt"]) + known
-        for size in (None, *range(1, length + 1)):
+        for size in (None, *sorted({*range(1, 18), length // 2, length - 1, length})):
             set_chunk(engine, size)
             engine.flush_prefix_cache()
             check(answer(engine, ask(case, known)), case, known)
