@@ -40,6 +40,15 @@ COMMON: Mapping[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.15,
 }
+LLAMA4: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 160,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 32,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -426,19 +435,7 @@ CASES: Mapping[str, Kind] = {
     "llama_linear_rope": Kind(
         *_LLAMA, {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}
     ),
-    "llama4": Kind(
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "intermediate_size": 64,
-            "intermediate_size_mlp": 160,
-            "num_local_experts": 4,
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 32,
-        },
-    ),
+    "llama4": Kind("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4),
     "minimax_m2": Kind(
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",

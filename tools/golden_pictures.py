@@ -21,7 +21,7 @@ import torch
 import transformers
 from PIL import Image
 
-from tools.golden import COMMON, GENERATED, TOP, save_tokenizer
+from tools.golden import COMMON, GENERATED, LLAMA4, TOP, save_tokenizer
 
 PROMPTS: Sequence[tuple[str, Sequence[tuple[int, int]]]] = (
     ("def main(self, <I> value", [(40, 56)]),
@@ -85,6 +85,22 @@ def _internvl_processor(tokenizer: Any) -> Any:
     images = GotOcr2ImageProcessorPil(size={"height": 32, "width": 32}, max_patches=6)
     videos = transformers.InternVLVideoProcessor()
     return transformers.InternVLProcessor(images, tokenizer, videos, image_seq_length=4)
+
+
+def _llama4_processor(tokenizer: Any) -> Any:
+    from transformers.models.llama4 import image_processing_llama4 as llama4  # noqa: PLC0415
+
+    class Llama4ImageProcessor(llama4.Llama4ImageProcessor):  # type: ignore[misc]  # transformers is untyped
+        """The one of transformers, which has none for Pillow, with Pillow's resizing."""
+
+        def resize(self, image: torch.Tensor, size: Any, resample: Any = None, **_: Any) -> torch.Tensor:
+            """Resize pictures [N, 3, height, width]."""
+            pictures = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in image]
+            resized = [np.array(one.resize((size.width, size.height), resample)) for one in pictures]
+            return torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
+
+    images = Llama4ImageProcessor(size={"height": 32, "width": 32}, max_patches=6)
+    return transformers.Llama4Processor(images, tokenizer, patch_size=8)
 
 
 def _gemma4_processor(tokenizer: Any) -> Any:
@@ -184,6 +200,35 @@ CASES: Mapping[str, Kind] = {
         ids={"image_token_id": "context_image_token"},
         processor=_internvl_processor,
     ),
+    "llama4_vl": Kind(
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
+        text=dict(LLAMA4),
+        vision={
+            **VISION,
+            "image_size": 32,
+            "intermediate_size": 128,
+            "projector_input_dim": 40,
+            "projector_output_dim": 40,
+            "vision_output_dim": 40,
+        },
+        other={},
+        marks={
+            "patch_token": "<|patch|>",
+            "image_token": "<|image|>",
+            "start_of_image_token": "<|image_start|>",
+            "end_of_image_token": "<|image_end|>",
+            "tile_x_separator_token": "<|tile_x_separator|>",
+            "tile_y_separator_token": "<|tile_y_separator|>",
+        },
+        mark="<|image|>",
+        ids={
+            "image_token_index": "patch_token",
+            "boi_token_index": "start_of_image_token",
+            "eoi_token_index": "end_of_image_token",
+        },
+        processor=_llama4_processor,
+    ),
     "gemma3_vl": Kind(
         "Gemma3Config",
         "Gemma3ForConditionalGeneration",
@@ -256,6 +301,8 @@ def case_of(model: Any, processor: Any, text: str, images: Sequence[Image.Image]
     given = {"images": [list(images)]} if images else {}
     made = processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
     prompt = made.pop("input_ids")
+    if images:  # Llama 4's are bfloat16
+        made["pixel_values"] = made["pixel_values"].float()
     made.pop("attention_mask", None)
     types = {name: made.pop(name) for name in ("token_type_ids", "mm_token_type_ids") if name in made}
     tokens, logprobs = prompt, []

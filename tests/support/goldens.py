@@ -126,6 +126,7 @@ MARKS = {
     "gemma3_vl": "<start_of_image>",
     "gemma4_vl": "<|image|>",
     "internvl": "<IMG_CONTEXT>",
+    "llama4_vl": "<|image|>",
     "mistral3_vl": "[IMG]",
     "pixtral": "[IMG]",
 }
@@ -133,11 +134,14 @@ MARKS = {
 WITH_PICTURES = tuple(MARKS)
 PICTURE_TOKENS = dict.fromkeys(WITH_PICTURES, (5,)) | {
     "internvl": (3,),
+    "llama4_vl": (3,),
     "mistral3_vl": (3, 4, 5),
     "pixtral": (3, 4, 5),
 }
 """The tokens that pictures become in each of them, the first of which is that of an embedding. Of Mistral's
 the others are text, behind rows and behind the picture."""
+WRITTEN_TOKENS = {name: tokens[0] for name, tokens in PICTURE_TOKENS.items()} | {"llama4_vl": 4}
+"""The token that a prompt of each of them has for a picture."""
 RUNS = {"gemma3_vl": 5}
 """The token of pictures where the processor writes more into a text than its mark."""
 CONFIG = EngineConfig(

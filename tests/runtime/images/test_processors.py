@@ -1,6 +1,6 @@
-"""The image processors of Mistral's, InternVL's and Gemma 4's checkpoints: what they count is what they make,
-and their limits. What they make of pixels, and which tokens, is compared with transformers in `test_pictures`
-and, of Gemma 4, in `test_golden_pictures`.
+"""The image processors of Mistral's, InternVL's, Llama 4's and Gemma 4's checkpoints: what they count is what
+they make, and their limits. What they make of pixels, and which tokens, is compared with transformers in
+`test_pictures` and, of Gemma 4, in `test_golden_pictures`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from PIL import Image as Pil
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.images.decoding import BadImage
+from penstock.runtime.images.llama4_processor import Llama4Processor, Llama4Settings, Llama4Tokens
 from penstock.runtime.images.reader import Patches, Processor
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.image_processors import find_processor
@@ -38,7 +39,15 @@ def processor(folder: Path, max_tokens: int = LIMITS.max_tokens) -> Processor:
 
 
 @pytest.mark.parametrize(
-    ("name", "max_tokens"), [("mistral3_vl", 72), ("mistral3_vl", 31), ("internvl", 26), ("gemma4_vl", 72)]
+    ("name", "max_tokens"),
+    [
+        ("mistral3_vl", 72),
+        ("mistral3_vl", 31),
+        ("internvl", 26),
+        ("llama4_vl", 72),
+        ("llama4_vl", 31),
+        ("gemma4_vl", 72),
+    ],
 )
 def test_as_many_tokens_are_made_as_are_counted(name: str, max_tokens: int) -> None:
     """And not more than are allowed."""
@@ -61,13 +70,16 @@ def test_as_many_tokens_are_made_as_are_counted(name: str, max_tokens: int) -> N
     check()
 
 
-@pytest.mark.parametrize(("name", "max_tokens"), [("mistral3_vl", 1), ("internvl", 5)])
+@pytest.mark.parametrize(("name", "max_tokens"), [("mistral3_vl", 1), ("internvl", 5), ("llama4_vl", 6)])
 def test_a_limit_below_the_least_picture_is_refused(name: str, max_tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"max_image_tokens: {max_tokens} is less"):
         processor(GOLDEN / name, max_tokens)
 
 
-@pytest.mark.parametrize(("name", "token"), [("mistral3_vl", "[IMG_BREAK]"), ("internvl", "<img>")])
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [("mistral3_vl", "[IMG_BREAK]"), ("internvl", "<img>"), ("llama4_vl", "<|tile_y_separator|>")],
+)
 def test_a_tokenizer_without_the_tokens_of_pictures_is_refused(tmp_path: Path, name: str, token: str) -> None:
     for file in ("config.json", "preprocessor_config.json", "model.safetensors"):
         shutil.copy(GOLDEN / name / file, tmp_path / file)
@@ -108,6 +120,97 @@ def test_a_processor_that_makes_something_else_than_it_counts_is_refused(
     with pytest.raises(ConfigError) as raised:
         processor(tmp_path)
     assert message in str(raised.value)
+
+
+LLAMA4 = GOLDEN / "llama4_vl"
+
+
+def llama4(folder: Path, max_tokens: int = 1024, **changes: Any) -> Processor:
+    """Return the processor of Llama 4's golden, with changes of its file."""
+    file = "preprocessor_config.json"
+    for other in ("config.json", "tokenizer.json", "model.safetensors"):
+        shutil.copy(LLAMA4 / other, folder / other)
+    (folder / file).write_text(json.dumps(json.loads((LLAMA4 / file).read_text()) | changes))
+    return processor(folder, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "side", "most", "fills", "made", "tiles"),
+    [
+        (2122, 207, 336, 9, False, (2122, 207), (7, 1)),
+        (564, 33, 336, 8, False, (564, 33), (2, 1)),
+        (473, 342, 336, 14, False, (473, 342), (2, 2)),
+        (137, 28, 32, 2, False, (64, 13), (2, 1)),
+        (43, 83, 32, 11, False, (43, 83), (2, 3)),
+        (24, 43, 32, 2, False, (24, 43), (1, 2)),
+        (211, 40, 32, 8, True, (168, 32), (6, 1)),
+        (657, 1206, 336, 12, True, (732, 1344), (3, 4)),
+        (36, 2427, 336, 6, True, (29, 2016), (1, 6)),
+        (9, 27, 336, 6, True, (336, 1007), (1, 3)),
+        (104, 26, 336, 12, True, (2016, 504), (6, 2)),
+        (10, 25, 336, 13, True, (672, 1679), (2, 5)),
+    ],
+)
+def test_canvases_of_llama_4_are_those_of_transformers(
+    height: int,
+    width: int,
+    side: int,
+    most: int,
+    fills: bool,
+    made: tuple[int, int],
+    tiles: tuple[int, int],
+) -> None:
+    """Computed by transformers 5.23, like 3,000 others when this was written. Of the last three, one side is
+    a pixel less than exact division gives, because it is computed in float32.
+
+    The picture is white and has no other mark, so in the tiles it ends where it is black.
+    """
+    settings = Llama4Settings(
+        max_tiles=most, fills_canvas=fills, rescale=1 / 255, mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    tokens = Llama4Tokens(begin=1, end=2, behind_tile=3, behind_row=4, whole=5)
+    cut = Llama4Processor(
+        settings, tokens, image_size=side, patch_size=side // 2, merge_size=2, max_tokens=1 << 20
+    )
+    parts = cut.process(Pil.new("RGB", (width, height), (255, 255, 255)))
+    rows, columns = tiles
+    row = [0, 3] * (columns - 1) + [0, 4]  # 0 stands for a tile
+    assert [0 if isinstance(part, Patches) else part[0] for part in parts] == [1, *row * rows, 5, 0, 2]
+    values = np.stack([part.values for part in parts if isinstance(part, Patches)][:-1])
+    squares = values.reshape(rows, columns, 2, 2, 3, side // 2, side // 2)
+    canvas = squares.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * side, columns * side)
+    expected = np.full(canvas.shape, -1, np.float32)
+    expected[:, : made[0], : made[1]] = 1
+    np.testing.assert_array_equal(canvas, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"do_resize": False}, "do_resize: False is not supported"),
+        ({"do_rescale": False}, "do_rescale: False is not supported"),
+        ({"do_normalize": False}, "do_normalize: False is not supported"),
+        ({"do_center_crop": True}, "do_center_crop: True is not supported"),
+        ({"resample": 3}, "resample: 3 is not supported"),
+        ({"size": {"height": 32, "width": 64}}, "size.width: must be 32, the model's image_size"),
+        ({"max_patches": 0}, "max_patches: must be an integer of at least 1"),
+        ({"image_mean": [0.5, 0.5]}, "image_mean: must have 3 numbers, not 2"),
+        ({"image_std": [0.5, 0.5, 0.0]}, "image_std.2: must be a number above 0"),
+    ],
+)
+def test_what_llama_4_does_not_take_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        llama4(tmp_path, **changes)
+    assert message in str(raised.value)
+
+
+def test_what_is_said_of_the_whole_processor_counts_before_the_other_file(tmp_path: Path) -> None:
+    """As in transformers, whose later versions write both into one file."""
+    llama4(tmp_path)
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    whole = {"image_processor": {**settings, "max_patches": 1}, "processor_class": "Llama4Processor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+    assert processor(tmp_path, 1024).num_tokens(64, 64) == 7
 
 
 GEMMA4 = GOLDEN / "gemma4_vl"

@@ -89,7 +89,7 @@ NAMES = tuple(name for name in WITH_PICTURES if not name.startswith("gemma"))
 """Those whose tokens of a picture see no token behind them."""
 
 
-@pytest.fixture(scope="module", params=few(NAMES, ("internvl", "mistral3_vl", "qwen2_5_vl", "qwen3_vl")))
+@pytest.fixture(scope="module", params=few(NAMES, ("llama4_vl", "mistral3_vl", "qwen2_5_vl", "qwen3_vl")))
 def reader(request: pytest.FixtureRequest) -> Reader:
     return Reader(request.param)
 

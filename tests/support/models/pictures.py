@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from penstock.runtime.images.image import Image, ImageLimits
 from penstock.runtime.images.reader import ImageReader
-from penstock.runtime.loading.image_processors import find_processor
+from penstock.runtime.loading.image_processors import find_processor, find_written_token
 from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionConfig
 from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.models.vision.qwen_inputs import tokens_of
@@ -39,7 +40,9 @@ def pictures_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) 
         codec = TextCodec.find(directory)
         assert codec is not None
         images = [Image(directory / file) for file in case["images"]]
-        reader = ImageReader(vision_of(config), processor, LIMITS)
+        written = find_written_token(directory, config)
+        vision = dataclasses.replace(vision_of(config), written_token_id=written)
+        reader = ImageReader(vision, processor, LIMITS)
         placed = reader.place(
             codec.encode(case["text"]), images, ["image"] * len(images), "images", room=1 << 20
         )

@@ -81,7 +81,8 @@ class ImageReader:
     @property
     def image_token_id(self) -> int:
         """The token that stands for a picture in a prompt."""
-        return self._vision.image_token_id
+        written = self._vision.written_token_id
+        return self._vision.image_token_id if written is None else written
 
     def written_out(self, text: str) -> str:
         """Write out a text in which pictures stand as the model's processor writes them: between two tokens
@@ -111,7 +112,13 @@ class ImageReader:
         pixels together, or not as many as places; PromptTooLong if the prompt would have more than `room` - 1
         tokens, before any picture is decoded.
         """
-        places = [i for i, token in enumerate(token_ids) if token == self._vision.image_token_id]
+        places = [i for i, token in enumerate(token_ids) if token == self.image_token_id]
+        if self.image_token_id != self._vision.image_token_id and self._vision.image_token_id in token_ids:
+            described = (
+                f"the prompt has token {self._vision.image_token_id}, which stands for a part of a picture: "
+                f"write token {self.image_token_id} in the place of a whole one"
+            )
+            raise InvalidRequest([Violation(where, described)])
         for token, kind in self._vision.refused_tokens:
             if token in token_ids:
                 described = f"the prompt has a place for {kind} (token {token}), which is not taken"
@@ -122,7 +129,7 @@ class ImageReader:
         if len(places) != len(images):
             described = (
                 f"{len(images)} images, and the prompt has {len(places)} places for them (token "
-                f"{self._vision.image_token_id})"
+                f"{self.image_token_id})"
             )
             raise InvalidRequest([Violation(where, described)])
         if not images:

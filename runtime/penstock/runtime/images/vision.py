@@ -17,7 +17,9 @@ class Vision:
     """The part of a served model that reads pictures, as the engine sees it."""
 
     image_token_id: int
-    """The token whose embeddings are replaced by those of pictures; a prompt has one for each."""
+    """The token whose embeddings are replaced by those of pictures."""
+    written_token_id: int | None = None
+    """The token that a prompt has for each picture, where it is not that of the embeddings."""
     refused_tokens: tuple[tuple[int, str], ...] = ()
     """Tokens that stand for what the engine does not take, each with what that is, such as "a video"."""
     patches_per_token: int

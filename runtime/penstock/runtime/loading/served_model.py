@@ -31,7 +31,7 @@ from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
-from penstock.runtime.loading.image_processors import find_processor
+from penstock.runtime.loading.image_processors import find_processor, find_written_token
 from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
 from penstock.runtime.loading.pooling import (
     read_answer_tokens,
@@ -206,6 +206,9 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         vision = vision_of(config.vision)
         tokens = resolve(options, backend.sizes, defaults=defaults).max_image_tokens
         processor = find_processor(directory, config.vision, tokens)
+        if processor is not None:
+            written = find_written_token(directory, config.vision)
+            vision = dataclasses.replace(vision, written_token_id=written)
     return CheckpointFacts(
         config=config,
         dtype=dtype,

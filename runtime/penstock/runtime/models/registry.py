@@ -23,6 +23,7 @@ from penstock.runtime.models.families import (
     lfm2,
     llama,
     llama4,
+    llama4_vision,
     mamba,
     mistral_vision,
     olmo,
@@ -30,7 +31,6 @@ from penstock.runtime.models.families import (
     qwen_vision,
     sigmoid_mixtures,
     softmax_mixtures,
-    unread_vision,
     variants,
 )
 from penstock.runtime.models.families.family import ModelFamily
@@ -57,9 +57,9 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     **llama4.FAMILIES,
     **olmo.FAMILIES,
     **intern_vision.FAMILIES,
+    **llama4_vision.FAMILIES,
     **mistral_vision.FAMILIES,
     **qwen_vision.FAMILIES,
-    **unread_vision.FAMILIES,
     **variants.FAMILIES,
 }
 

@@ -38,7 +38,7 @@ from tests.support.scheduler.proposing import Guesses, lies
 Case = dict[str, Any]
 MAX_IMAGE_TOKENS = {"gemma4_vl": 72, "mistral3_vl": 72, "pixtral": 72}
 """Where 64 would make a picture smaller: 72 are eight rows of eight and a break, or 70 between two others."""
-POOL_TOKENS = {"gemma4_vl": 320, "internvl": 1024}
+POOL_TOKENS = {"gemma4_vl": 320, "internvl": 1024, "llama4_vl": 1024}
 """Where 256 have no room for all pictures: a tile of 4 tokens takes a block of 32, and 65 take three."""
 CACHED_TOKENS = 264
 """What the KV cache holds: about three of the longest requests."""
@@ -48,7 +48,8 @@ def num_encoded(name: str, case: Case) -> int:
     """How often the encoder is called for the pictures of a case: once for each, or for each tile, which has
     four tokens.
     """
-    return case["prompt"].count(3) // 4 if name == "internvl" else len(case["images"])
+    in_tiles = name in ("internvl", "llama4_vl")
+    return case["prompt"].count(3) // 4 if in_tiles else len(case["images"])
 
 
 class Encodes:
@@ -251,15 +252,18 @@ def test_equal_texts_with_other_pictures_share_nothing(name: str, tmp_path: Path
 
 @pytest.mark.timeout(900)
 @pytest.mark.sweep
-def test_bounds_of_an_encoders_products_are_updated() -> None:
-    """Those of Gemma 4 are tensors without axes. Narrow ones change the answer, and all tensors of the
-    checkpoint bring it back.
+@pytest.mark.parametrize(
+    ("name", "ending"), [("gemma4_vl", ".input_max"), ("llama4_vl", ".positional_embedding_vlm")]
+)
+def test_tensors_of_encoders_are_updated(name: str, ending: str) -> None:
+    """Those of Gemma 4 are bounds of products and have no axes; narrow ones change the answer. All tensors of
+    the checkpoint bring it back.
     """
-    served = Served("gemma4_vl", 8)
+    served = Served(name, 8)
     tensors = load_file(served.folder / "model.safetensors")
-    narrow = {name: np.asarray(0.01, np.float32) for name in tensors if name.endswith(".input_max")}
-    assert {tensors[name].shape for name in narrow} == {()}
-    served.engine.update_weights(narrow, label="narrow", partial=True).result(60)
+    changed = {key: np.full_like(value, 0.01) for key, value in tensors.items() if key.endswith(ending)}
+    assert changed
+    served.engine.update_weights(changed, label="changed", partial=True).result(60)
     with pytest.raises(AssertionError):
         served.ask(served.cases[0])
     served.engine.update_weights(tensors, label="whole").result(60)

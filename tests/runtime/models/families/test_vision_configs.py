@@ -10,6 +10,7 @@ from penstock.runtime.models.config import AttentionConfig
 from penstock.runtime.models.configs.vision import (
     Gemma4VisionConfig,
     InternConfig,
+    Llama4VisionConfig,
     PixtralConfig,
     QwenVisionConfig,
 )
@@ -284,6 +285,7 @@ INTERN: dict[str, Any] = {
     "vision_config": _INTERN,
 }
 
+LLAMA4 = published("Llama-4-Scout-17B-16E")
 GEMMA4: dict[str, Any] = json.loads((GOLDEN / "gemma4_vl" / "config.json").read_text())
 
 
@@ -330,6 +332,43 @@ def test_internvl_has_the_defaults_of_transformers() -> None:
     assert isinstance(config.vision, InternConfig)
     assert (config.vision.depth, config.vision.hidden_size, config.vision.qkv_bias) == (24, 1024, True)
     assert (config.vision.patches_per_tile, config.vision.tokens_per_tile) == (1024, 256)
+
+
+def test_published_llama_4() -> None:
+    config = parse_config(LLAMA4)
+    assert config.vision == Llama4VisionConfig(
+        out_size=5120,
+        image_token_id=200_092,
+        depth=34,
+        hidden_size=1408,
+        intermediate_size=5632,
+        num_heads=16,
+        image_size=336,
+        patch_size=14,
+        adapter_size=4096,
+    )
+    assert isinstance(config.vision, Llama4VisionConfig)
+    assert (config.vision.patches_per_tile, config.vision.tokens_per_tile) == (576, 144)
+    of_pictures = {
+        tensor.name: tensor.shape
+        for tensor in load_rules(config).tensors
+        if not tensor.name.startswith("language_model.")
+    }
+    layer = "vision_model.model.layers.33"
+    assert {name: shape for name, shape in of_pictures.items() if ".model.layers." not in name} == {
+        "vision_model.class_embedding": (1408,),
+        "vision_model.positional_embedding_vlm": (577, 1408),
+        "vision_model.patch_embedding.linear.weight": (1408, 588),
+        "vision_model.layernorm_pre.weight": (1408,),
+        "vision_model.layernorm_pre.bias": (1408,),
+        "vision_model.layernorm_post.weight": (1408,),
+        "vision_model.layernorm_post.bias": (1408,),
+        "vision_model.vision_adapter.mlp.fc1.weight": (4096, 5632),
+        "vision_model.vision_adapter.mlp.fc2.weight": (4096, 4096),
+        "multi_modal_projector.linear_1.weight": (5120, 4096),
+    }
+    assert of_pictures[f"{layer}.self_attn.o_proj.bias"] == (1408,)
+    assert of_pictures[f"{layer}.mlp.fc1.weight"] == (5632, 1408)
 
 
 def test_gemma_4_has_the_defaults_of_transformers() -> None:
@@ -391,6 +430,23 @@ def test_gemma_4_has_the_defaults_of_transformers() -> None:
         (INTERN, VISION, "image_size", [448, 224], "vision_config.image_size"),
         (INTERN, VISION, "norm_type", "batch_norm", "vision_config.norm_type"),
         (INTERN, TEXT, "model_type", "gpt_oss", "text_config.model_type"),
+        (LLAMA4, TEXT, "model_type", "llama", "text_config.model_type"),
+        (LLAMA4, VISION, "model_type", "siglip_vision_model", "vision_config.model_type"),
+        (LLAMA4, VISION, "pixel_shuffle_ratio", 0.25, "vision_config.pixel_shuffle_ratio"),
+        (LLAMA4, VISION, "multi_modal_projector_bias", True, "vision_config.multi_modal_projector_bias"),
+        (LLAMA4, VISION, "num_attention_heads", 12, "vision_config.num_attention_heads"),
+        (LLAMA4, VISION, "num_channels", 1, "vision_config.num_channels"),
+        (LLAMA4, VISION, "image_size", 350, "vision_config.image_size"),
+        (LLAMA4, VISION, "intermediate_size", 1408, "vision_config.intermediate_size"),
+        (LLAMA4, VISION, "projector_input_dim", 2048, "vision_config.projector_input_dim"),
+        (LLAMA4, VISION, "vision_output_dim", 7680, "vision_config.vision_output_dim"),
+        (
+            LLAMA4,
+            VISION,
+            "rope_parameters",
+            {"rope_type": "yarn"},
+            "vision_config.rope_parameters.rope_type",
+        ),
         (GEMMA4, None, "audio_sampling", 3, "audio_sampling"),
         (GEMMA4, TEXT, "model_type", "gemma3_text", "text_config.model_type"),
         (GEMMA4, TEXT, "use_bidirectional_attention", "all", "text_config.use_bidirectional_attention"),

@@ -52,62 +52,23 @@ def assert_as_pytorch(make_sequence: Callable[..., Any], folder: Path, case: dic
 
 
 @pytest.mark.parametrize(
-    ("name", "architecture", "model_type", "text", "head"),
+    ("name", "pictures", "text", "head", "vision"),
     [
+        ("ministral3", "mistral3_vl", "model.language_model.", "", "model."),
+        ("mistral_swa", "mistral3_vl", "language_model.model.", "language_model.", ""),
+        ("mistral_swa", "mistral3_vl", "language_model.model.", "language_model.", None),
         pytest.param(
-            *(
-                "llama4",
-                "Llama4ForConditionalGeneration",
-                "llama4",
-                "language_model.model.",
-                "language_model.",
-            ),
+            *("llama4", "llama4_vl", "language_model.model.", "language_model.", None),
             marks=pytest.mark.sweep,
         ),
     ],
 )
-def test_text_models_of_wrappers_whose_pictures_are_not_read(
+def test_decoders_beside_an_encoder(
     tmp_path: Path,
     golden_root: Path,
     make_sequence: Callable[..., Any],
     name: str,
-    architecture: str,
-    model_type: str,
-    text: str,
-    head: str,
-) -> None:
-    config, tensors, cases = golden(golden_root, name)
-    renamed = {
-        text + key.removeprefix("model.") if key.startswith("model.") else head + key: values
-        for key, values in tensors.items()
-    }
-    renamed["vision_tower.blocks.0.weight"] = np.zeros((3, 3), np.float32)
-    renamed["model.multi_modal_projector.norm.weight"] = np.zeros(3, np.float32)
-    outer = wrapped(
-        config,
-        architectures=[architecture],
-        model_type=model_type,
-        image_token_index=7,
-        vision_config={"depth": 3, "model_type": "some_vision_model"},
-    )
-    folder = write(tmp_path, outer, renamed)
-    assert load_config(folder).vision is None
-    assert_as_pytorch(make_sequence, folder, cases[1])
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "head", "vision"),
-    [
-        ("ministral3", "model.language_model.", "", "model."),
-        ("mistral_swa", "language_model.model.", "language_model.", ""),
-        ("mistral_swa", "language_model.model.", "language_model.", None),
-    ],
-)
-def test_decoders_of_mistral_3(
-    tmp_path: Path,
-    golden_root: Path,
-    make_sequence: Callable[..., Any],
-    name: str,
+    pictures: str,
     text: str,
     head: str,
     vision: str | None,
@@ -116,14 +77,14 @@ def test_decoders_of_mistral_3(
     and a decoder saved without an encoder.
     """
     config, tensors, cases = golden(golden_root, name)
-    pictures, others, _ = golden(golden_root, "mistral3_vl")
+    of_pictures, others, _ = golden(golden_root, pictures)
     renamed = {
         text + key.removeprefix("model.") if key.startswith("model.") else head + key: values
         for key, values in tensors.items()
     }
     if vision is not None:
         renamed |= {vision + key: values for key, values in others.items() if not key.startswith("language_")}
-    fields = {key: value for key, value in pictures.items() if key not in ("text_config", "dtype")}
+    fields = {key: value for key, value in of_pictures.items() if key not in ("text_config", "dtype")}
     folder = write(tmp_path, wrapped(config, **fields), renamed)
     assert (load_config(folder).vision is None) is (vision is None)
     assert_as_pytorch(make_sequence, folder, cases[1])

@@ -24,7 +24,7 @@ from penstock.runtime.text.codec import TextCodec
 from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2
 from tests.service.rig import Rig, serving
-from tests.support.goldens import CONFIG, GOLDEN, MARKS, PICTURE_TOKENS, RUNS, WITH_PICTURES
+from tests.support.goldens import CONFIG, GOLDEN, MARKS, PICTURE_TOKENS, RUNS, WITH_PICTURES, WRITTEN_TOKENS
 from tests.support.models.pictures import unexpanded
 from tests.support.suite.drawing import few
 
@@ -91,7 +91,7 @@ async def test_pictures_over_the_wire_give_pytorchs_tokens(name: str) -> None:
     async with served(name) as (rig, client, cases):
         info = await client.model_info()
         assert info.image_limits is not None
-        assert info.image_limits.image_token_id == PICTURE_TOKENS[name][0]
+        assert info.image_limits.image_token_id == WRITTEN_TOKENS[name]
         for case in cases:
             answer = await client.generate(case["text"], media=images(folder, case), **options(case))
             check(answer, case, name)

@@ -145,24 +145,13 @@ class PixtralConfig(VisionConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InternConfig(VisionConfig):
-    """InternViT, which encodes square tiles of image_size pixels on a side, and the projector that makes
-    tokens of its patches.
-
-    A square of merge_size x merge_size patches becomes one token. qkv_bias: the products that make queries,
-    keys and values have one; qk_norm: queries and keys are normalised, over all heads. rms_norms: norms are
-    by root mean square, else layer norms, with `eps`. has_positions: there is a table of positions.
+class TileConfig(VisionConfig):
+    """An encoder of square tiles of image_size pixels on a side, and the projector that makes tokens of its
+    patches. A square of merge_size x merge_size patches becomes one token.
     """
 
     image_size: int
     merge_size: int = 2
-    activation: VisionActivation = "gelu"
-    projector_activation: VisionActivation = "gelu"
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    rms_norms: bool = False
-    eps: float = 1e-6
-    has_positions: bool = True
 
     @property
     def side(self) -> int:
@@ -176,6 +165,36 @@ class InternConfig(VisionConfig):
     @property
     def tokens_per_tile(self) -> int:
         return (self.side // self.merge_size) ** 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InternConfig(TileConfig):
+    """InternViT and its projector.
+
+    qkv_bias: the products that make queries, keys and values have one; qk_norm: queries and keys are
+    normalised, over all heads. rms_norms: norms are by root mean square, else layer norms, with `eps`.
+    has_positions: there is a table of positions.
+    """
+
+    activation: VisionActivation = "gelu"
+    projector_activation: VisionActivation = "gelu"
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rms_norms: bool = False
+    eps: float = 1e-6
+    has_positions: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama4VisionConfig(TileConfig):
+    """The encoder of Llama 4 and its projector.
+
+    adapter_size: channels between the products that make a token of a square. rope_theta: of the rotation by
+    column and row.
+    """
+
+    adapter_size: int
+    rope_theta: float = 10_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,12 @@ from penstock.runtime.models.configs.tensor_names import TensorNames
 from penstock.runtime.models.configs.vision import PixtralConfig
 from penstock.runtime.models.families import llama, variants
 from penstock.runtime.models.families.family import ModelFamily
-from penstock.runtime.models.families.vision_fields import decoder_of, flat_kernels, read_activation
+from penstock.runtime.models.families.vision_fields import (
+    decoder_of,
+    flat_kernels,
+    read_activation,
+    read_image_token,
+)
 from penstock.runtime.models.families.vision_wrapper import text_fields
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
@@ -99,7 +104,7 @@ def _read_encoder(fields: Fields, kind: Kind) -> PixtralConfig:
     rope.refuse_unread()
     config = PixtralConfig(
         out_size=1,
-        image_token_id=_read_image_token(fields, kind.image_token_id),
+        image_token_id=read_image_token(fields, kind.image_token_id),
         depth=inner.num_layers(24),
         hidden_size=hidden,
         intermediate_size=inner.integer("intermediate_size", 4096),
@@ -119,12 +124,6 @@ def _read_encoder(fields: Fields, kind: Kind) -> PixtralConfig:
         fields.problem("vision_feature_select_strategy", "must be 'full'")
     inner.refuse_unread(HARMLESS_FIELDS)
     return config
-
-
-def _read_image_token(fields: Fields, default: int) -> int:
-    """Read the token of pictures, which has a name of either generation of transformers."""
-    name = "image_token_id" if "image_token_id" in fields else "image_token_index"
-    return fields.integer(name, default, minimum=0)
 
 
 def _stored(config: ModelConfig, text: ModelFamily) -> StoredAt:

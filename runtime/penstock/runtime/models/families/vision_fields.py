@@ -27,6 +27,12 @@ def read_activation(fields: Fields, name: str, default: str) -> VisionActivation
     return _ACTIVATIONS[value]
 
 
+def read_image_token(fields: Fields, default: int) -> int:
+    """Read the token of pictures, which has a name of either generation of transformers."""
+    name = "image_token_id" if "image_token_id" in fields else "image_token_index"
+    return fields.integer(name, default, minimum=0)
+
+
 def decoder_of(text: Fields, families: Mapping[str, ModelFamily]) -> ModelFamily:
     """Find the family of the decoder by the model_type of text_config. ConfigError if it is none of these."""
     model_type = text.raw("model_type")

@@ -12,23 +12,26 @@ from penstock.runtime.images.vision import Vision
 from penstock.runtime.models.configs.vision import (
     Gemma4VisionConfig,
     InternConfig,
+    Llama4VisionConfig,
     PixtralConfig,
     QwenVisionConfig,
     SiglipVisionConfig,
+    TileConfig,
     VisionConfig,
 )
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.models.vision import (
     gemma4_inputs,
-    intern_inputs,
     pixtral_inputs,
     qwen_inputs,
     siglip_inputs,
+    tile_inputs,
 )
 from penstock.runtime.models.vision.gemma4_tower import Gemma4Tower
 from penstock.runtime.models.vision.grids import grid_problem
 from penstock.runtime.models.vision.intern_tower import InternTower
+from penstock.runtime.models.vision.llama4_tower import Llama4Tower
 from penstock.runtime.models.vision.pixtral_tower import PixtralTower
 from penstock.runtime.models.vision.qwen_tower import QwenTower
 from penstock.runtime.models.vision.siglip_tower import SiglipTower
@@ -58,6 +61,8 @@ def tower_of(config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, plann
             return PixtralTower(config, dtype, linear, planners)
         case InternConfig():
             return InternTower(config, dtype, linear, planners)
+        case Llama4VisionConfig():
+            return Llama4Tower(config, dtype, linear, planners)
         case _:
             raise TypeError(f"no encoder has a {type(config).__name__}")
 
@@ -83,14 +88,14 @@ def vision_of(config: VisionConfig) -> Vision:
                 inputs=partial(pixtral_inputs.vision_inputs, config),
                 grid_problem=partial(grid_problem, config.merge_size),
             )
-        case InternConfig():
+        case TileConfig():
             return Vision(
                 image_token_id=config.image_token_id,
                 patches_per_token=config.merge_size**2,
                 patch_values=config.patch_features,
                 num_patches=config.patches_per_tile,
-                inputs=partial(intern_inputs.vision_inputs, config),
-                grid_problem=partial(intern_inputs.grid_problem, config),
+                inputs=partial(tile_inputs.vision_inputs, config),
+                grid_problem=partial(tile_inputs.grid_problem, config),
             )
         case SiglipVisionConfig():
             return Vision(

@@ -6,62 +6,21 @@ Products go through `linear` and are never int8, as in Qwen's encoder.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from penstock.runtime.models.configs.vision import SiglipVisionConfig
-from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, add_projected, project
+from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, project
 from penstock.runtime.models.norms import LayerNorm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
-from penstock.runtime.models.vision.activations import activated
-from penstock.runtime.models.vision.attention import attend
+from penstock.runtime.models.vision.layer import VisionLayer
 from penstock.runtime.models.vision.siglip_inputs import SiglipInputs, places
 
 _BLOCK = 512
-
-
-class SiglipAttention(nnx.Module):
-    """Attention of all patches of a picture to each other."""
-
-    def __init__(
-        self, config: SiglipVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
-    ) -> None:
-        size = config.hidden_size
-        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
-        self.qkv = Linear(size, parts, dtype, planners, bias=True, linear=linear)
-        self.out = Linear(size, {"out_proj": size}, dtype, planners, bias=True, linear=linear)
-        self.num_heads = config.num_heads
-
-    def __call__(
-        self, x: jax.Array, residual: jax.Array, spans: jax.Array, num_patches: jax.Array, pools: Pools
-    ) -> jax.Array:
-        """Compute residual + attention(x), both [N, size]."""
-        qkv = project(self.qkv, x, num_patches, pools)
-        out = attend(qkv, spans, num_heads=self.num_heads, block=_BLOCK)
-        return add_projected(self.out, out, residual, num_patches, pools)
-
-
-class SiglipLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(
-        self, config: SiglipVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
-    ) -> None:
-        size, inner = config.hidden_size, config.intermediate_size
-        self.norm1 = LayerNorm(size, config.eps, planners)
-        self.norm2 = LayerNorm(size, config.eps, planners)
-        self.attn = SiglipAttention(config, dtype, linear, planners)
-        self.first = Linear(size, {"fc1": inner}, dtype, planners, bias=True, linear=linear)
-        self.last = Linear(inner, {"fc2": size}, dtype, planners, bias=True, linear=linear)
-        self.activation = config.activation
-
-    def __call__(self, x: jax.Array, spans: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
-        """Compute x [N, size] -> [N, size]."""
-        x = self.attn(self.norm1(x, pools), x, spans, num_patches, pools)
-        inner = project(self.first, self.norm2(x, pools), num_patches, pools)
-        return add_projected(self.last, activated(inner, self.activation), x, num_patches, pools)
 
 
 class SiglipTower(nnx.Module):
@@ -77,7 +36,8 @@ class SiglipTower(nnx.Module):
             config.patch_features, {"patch_embed": size}, dtype, planners, bias=True, linear=floats
         )
         self.pos_embed = Embedding(config.num_patches, size, dtype, planners, PLAIN, name="pos_embed")
-        self.layers = nnx.List([SiglipLayer(config, dtype, floats, planners) for _ in range(config.depth)])
+        layer = partial(VisionLayer, config, dtype, floats, planners, eps=config.eps, block=_BLOCK)
+        self.layers = nnx.List([layer(activation=config.activation) for _ in range(config.depth)])
         self.post_norm = LayerNorm(size, config.eps, planners)
         self.soft_norm = RMSNorm(size, config.eps, planners, offset=1.0)
         self.projection = Linear(size, {"projection": config.out_size}, dtype, planners, linear=floats)
