@@ -449,6 +449,7 @@ def test_gemma_4_has_the_defaults_of_transformers() -> None:
         ),
         (GEMMA4, None, "audio_sampling", 3, "audio_sampling"),
         (GEMMA4, TEXT, "model_type", "gemma3_text", "text_config.model_type"),
+        (GEMMA4, TEXT, "pad_token_id", 512, "text_config.pad_token_id: must be below 512"),
         (GEMMA4, TEXT, "use_bidirectional_attention", "all", "text_config.use_bidirectional_attention"),
         (GEMMA4, VISION, "model_type", "siglip_vision_model", "vision_config.model_type"),
         (GEMMA4, VISION, "head_dim", 32, "vision_config.head_dim"),

@@ -55,6 +55,9 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
     padded = (vision.image_token_id, vision.video_token_id, vision.audio_token_id)
     per_layer = config.per_layer
     if per_layer is not None:
+        if pad >= per_layer.vocab_size:
+            text.problem("pad_token_id", f"must be below {per_layer.vocab_size}, vocab_size_per_layer_input")
+            text.finish()
         per_layer = replace(per_layer, pad_token_id=pad, padded_tokens=padded)
     vision = replace(vision, out_size=config.hidden_size, sees_windows_ahead=sees_ahead)
     return replace(config, vision=vision, per_layer=per_layer, names=_NAMES)
