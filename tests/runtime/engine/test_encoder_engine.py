@@ -17,6 +17,7 @@ from penstock.runtime.errors import ConfigError, InvalidRequest, UnsupportedFeat
 from penstock.runtime.inprocess.scoring import read
 from penstock.runtime.requests.request import PromptReading
 from tests.support.goldens import CONFIG, GOLDEN
+from tests.support.updating import options
 
 DIRECTORY = GOLDEN / "encoders" / "bert_classifier"
 CASES = json.loads((DIRECTORY / "expected.json").read_text())["cases"]
@@ -139,6 +140,12 @@ def test_layers_behind_the_pooling(tmp_path: Path) -> None:
         moved = {"3_Dense.linear.bias": small["linear.bias"] + 1}
         engine.update_weights(moved, label="moved", partial=True).result(60)
         np.testing.assert_allclose(engine.embed(asked, normalize=False), expected(pooled, 1), atol=1e-5)
+        # A directory is read with its folders, so that no part of the weights is missing.
+        upload = engine.updater.open_uri(options(), f"file://{folder}", roots=[tmp_path])
+        upload.read()
+        upload.commit(0).result(60)
+        upload.close()
+        np.testing.assert_allclose(engine.embed(asked, normalize=False), expected(pooled), atol=1e-5)
         with pytest.raises(InvalidRequest, match="from 1 to 6"):
             engine.embed(asked, dimensions=7)
 

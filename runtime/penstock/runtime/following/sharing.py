@@ -236,11 +236,11 @@ class _FollowedUpdate:
             rules, begin.tensors, maker, leaves, others=NoOthers(), field="group", refuse_non_finite=False
         )
         if begin.uri:
-            self._read(names)
+            self._read(names, rules.folders)
 
-    def _read(self, names: set[str]) -> None:
+    def _read(self, names: set[str], folders: Sequence[str]) -> None:
         """Read all tensors from the files."""
-        files = UpdateFiles(self._begin.uri, self._model.roots)
+        files = UpdateFiles(self._begin.uri, self._model.roots, folders)
         try:
             found = [tensor for tensor in files.tensors if tensor.name in names]
             if sorted(found, key=_name) != sorted(self._begin.tensors, key=_name):

@@ -478,6 +478,9 @@ class LoadRules:
     copies: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor to the name of another one. The tensor may be absent; if it is there, it must hold the
     same bits as the other."""
+    folders: tuple[str, ...] = ()
+    """Folders of a checkpoint that have tensors in files of their own, whose names begin with the folder in
+    the rules."""
 
     def on_devices(self, devices: int) -> LoadRules:
         """Return the rules for all devices of a mesh."""

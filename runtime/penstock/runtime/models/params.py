@@ -104,6 +104,7 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
             config.names.spelled(copy): config.names.spelled(other)
             for copy, other in family.copies(config).items()
         },
+        folders=() if config.encoder is None else tuple(each.folder for each in config.encoder.projections),
     )
     rules = of_one if config.devices == 1 else of_one.on_devices(config.devices)
     check(rules, leaf_shapes(config, dtype, linear))

@@ -44,19 +44,23 @@ class _OpenFile:
 class UpdateFiles:
     """The tensors of the files that a URI names. To be closed."""
 
-    def __init__(self, uri: str, roots: Sequence[Path]) -> None:
+    def __init__(self, uri: str, roots: Sequence[Path], folders: Sequence[str] = ()) -> None:
         """Open the files and read their headers.
 
         `uri`: file:// with the path of a safetensors file, or of a directory that has one, shards with an
         index, or several without. `roots`: where files may lie; symbolic links are followed before this is
-        checked. Raises UnsupportedFeature for another scheme, and InvalidRequest for anything else.
+        checked. folders: see `LoadRules`; what a directory has of them is read, too. Raises
+        UnsupportedFeature for another scheme, and InvalidRequest for anything else.
         """
         self._roots = [Path(os.path.realpath(root)) for root in roots]
         self._files: dict[Path, _OpenFile] = {}
         try:
             path = path_of(uri, FIELD)
             real = self._below_a_root(path)
-            entries = self._tensors_of_directory(real) if real.is_dir() else self._tensors_of_file(real)
+            if real.is_dir():
+                entries = self._tensors_of_directory(real) | self._tensors_of_folders(real, folders)
+            else:
+                entries = self._tensors_of_file(real)
         except (OSError, ConfigError) as error:
             self.close()
             raise _refused(str(error)) from error
@@ -110,6 +114,15 @@ class UpdateFiles:
         if not files:
             _refuse(f"{directory} holds no safetensors files")
         return joined(directory, [self._tensors_of_file(directory / name) for name in files])
+
+    def _tensors_of_folders(self, directory: Path, folders: Sequence[str]) -> dict[str, TensorEntry]:
+        found: dict[str, TensorEntry] = {}
+        for folder in folders:
+            inner = self._below_a_root(directory / folder)
+            if inner.is_dir():
+                own = self._tensors_of_directory(inner)
+                found |= {f"{folder}.{name}": entry for name, entry in own.items()}
+        return found
 
     def _below_a_root(self, path: Path) -> Path:
         """Return the path without symbolic links, which lies below a root. What lies elsewhere is refused

@@ -220,6 +220,10 @@ class Updater:
         """
         return self._place.known(update_id, self._core.weights)
 
+    @property
+    def _folders(self) -> tuple[str, ...]:
+        return () if self._rules is None else self._rules.folders
+
     # -- one update at a time --
 
     def validate(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> None:
@@ -228,7 +232,7 @@ class Updater:
 
     def validate_uri(self, options: UpdateOptions, uri: str, *, roots: Sequence[Path]) -> None:
         """Raise what `open_uri` would, but for UpdateUnderWay."""
-        files = UpdateFiles(uri, roots)
+        files = UpdateFiles(uri, roots, self._folders)
         try:
             self._check(options, files.tensors, FIELD)
         finally:
@@ -251,7 +255,7 @@ class Updater:
         """Begin an update whose tensors are read from files below `roots`, see `UpdateFiles`; `read` of what
         is returned reads them. Raises as `begin`.
         """
-        files = UpdateFiles(uri, roots)
+        files = UpdateFiles(uri, roots, self._folders)
         try:
             rules = self._check(options, files.tensors, FIELD)
             return self._begun(
