@@ -8,6 +8,7 @@ classes.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 from tests.support.goldens import GOLDEN
+from tests.support.models.configs import published
 from tests.support.models.reading import check_reading
 from tests.support.suite.drawing import few
 
@@ -46,6 +48,22 @@ def test_what_is_not_computed_is_refused_by_name() -> None:
     gemma = json.loads((GOLDEN / "encoders" / "gemma3_embedder" / "config.json").read_text())
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
         parse_config(gemma | {"use_bidirectional_attention": False})
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "unread"),
+    [
+        ("all-MiniLM-L6-v2", 22_713_216, 384 * 384 + 384),
+        ("mpnet-base", 109_486_464, 768 * 768 + 768),
+        ("bge-reranker-base", 278_044_417, 0),
+    ],
+)
+def test_published_encoders_have_as_many_parameters(name: str, num_parameters: int, unread: int) -> None:
+    """As their repositories tell, of mpnet-base that of all-mpnet-base-v2, and without the numbers of
+    positions that they count too. The layer of BERT and MPNet that pools is not read.
+    """
+    tensors = load_rules(parse_config(published(name))).tensors
+    assert sum(math.prod(tensor.shape) for tensor in tensors) + unread == num_parameters
 
 
 def test_what_a_missing_activation_is() -> None:

@@ -122,7 +122,7 @@ class Llama4Processor:
         from transformers.image_transforms import convert_to_rgb  # noqa: PLC0415
 
         try:
-            plain = Pil.fromarray(convert_to_rgb(image, return_numpy=True))
+            plain = Pil.fromarray(np.asarray(convert_to_rgb(image, return_numpy=True)))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise BadImage(f"of mode {image.mode} cannot be processed: {error}") from error
         plan, tokens, size = self._plan(*plain.size), self._tokens, self._size
