@@ -129,7 +129,7 @@ def build(
     if config.native == "require" and not is_native:
         raise ConfigError(backend.kernels_cannot)
     _log_attention(runner.device, backend)
-    if model.draft is not None and model.draft.graphdef is None:
+    if model.draft is not None and model.draft.is_of_checkpoint:
         log.info("%s guess tokens", model.draft.name)
     elif model.draft is not None:
         draft_bytes = sum(int(leaf.nbytes) for leaf in runner.device.draft_leaves)
@@ -283,7 +283,7 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
 
 def _proposer(config: ResolvedConfig, cache: CacheSpec) -> Proposer | None:
     if config.speculation in ON_DEVICE:
-        return Drafting(config.speculation)
+        return Drafting(config.speculation, computes_again=cache.has_state)
     return None if config.speculation == "off" else Lookup(computes_again=cache.has_state)
 
 
@@ -294,15 +294,16 @@ def _drafted_tokens(config: ResolvedConfig) -> int:
 
 def _check_draft(model: ServedModel, config: ResolvedConfig, log_of_calls: DispatchLog | None) -> None:
     draft = model.draft
-    if (draft is not None and draft.graphdef is not None) != (config.speculation == "draft"):
+    has_heads = draft is not None and draft.is_of_checkpoint
+    if (draft is not None and not has_heads) != (config.speculation == "draft"):
         raise ConfigError('draft_model: a model has a draft with speculation="draft", and only then')
-    if (draft is not None and draft.graphdef is None) != (config.speculation == "heads"):
+    if has_heads != (config.speculation == "heads"):
         raise ConfigError('speculation: a model has heads that guess with "heads", and only then')
     if draft is not None and log_of_calls is not None:
         raise ConfigError(
-            "draft_model: a group of processes takes no draft"
-            if draft.graphdef is not None
-            else "speculation: a group of processes takes no heads"
+            "speculation: a group of processes takes no heads"
+            if has_heads
+            else "draft_model: a group of processes takes no draft"
         )
 
 

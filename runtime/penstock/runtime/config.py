@@ -185,7 +185,7 @@ class EngineConfig:
     draft_model: str | None = None
     """The model that guesses under speculation="draft" or "auto": a checkpoint directory, a GGUF file or a
     hub id. It has the tokenizer of the model that is served, and is computed in its dtype. Each KV page has
-    room for its keys and values, too."""
+    room for its keys and values, too. Or an EAGLE-3 head of that model."""
     max_proposed_tokens: int | None = None
     """Most tokens that are proposed for an output in a step; a request may lower that. None:
     DEFAULT_PROPOSED_TOKENS; without speculation it must be None."""

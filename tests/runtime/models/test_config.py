@@ -432,6 +432,7 @@ def test_the_registry_has_the_promised_architectures():
         "Llama4ForConditionalGeneration",
         "LlamaForCausalLM",
         "LlavaForConditionalGeneration",
+        "MiMoForCausalLM",
         "MiniMaxM2ForCausalLM",
         "Ministral3ForCausalLM",
         "Mistral3ForConditionalGeneration",

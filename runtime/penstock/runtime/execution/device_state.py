@@ -23,6 +23,7 @@ from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, o
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import AdapterPool, Draft, Follower, Heads, KVCache, Weights
+from penstock.runtime.models.eagle import HeadOfTarget
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_own, zeros, zeros_maker
@@ -240,15 +241,11 @@ class DeviceState:
             rebuild_follower=None if self._draft is None else partial(self._follower, self._draft),
         )
 
-    def _follower(self, draft: DraftModel, leaves: Weights) -> Follower:
-        if draft.graphdef is None:
-            return Heads(self._rebuild(leaves), len(draft.cache.layers), jnp.dtype(self._config.dtype))
-        return Draft(
-            nnx.merge(draft.graphdef, jax.tree.unflatten(self._draft_tree, leaves)),
-            num_layers=len(draft.cache.layers),
-            num_groups=len(draft.cache.windows),
-            vocab_size=draft.vocab_size,
-        )
+    def _follower(self, draft: DraftModel, leaves: Weights, of_draft: Weights) -> Follower:
+        model = None
+        if draft.graphdef is not None:
+            model = nnx.merge(draft.graphdef, jax.tree.unflatten(self._draft_tree, of_draft))
+        return follower_of(draft, self._rebuild(leaves), model, jnp.dtype(self._config.dtype))
 
     def _rebuild(self, leaves: Weights) -> Any:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves))
@@ -275,6 +272,18 @@ class DeviceState:
     def _new_rows(self) -> RowState:
         made: RowState = zeros_maker(row_shapes(self._cache, self._config, self.sharding), self.sharding)()
         return made
+
+
+def follower_of(draft: DraftModel, target: Any, model: Any, dtype: jnp.dtype) -> Follower:
+    """Return what guesses for a target in this dtype. `model`: the draft, or the EAGLE head, with its
+    weights; None for heads of the target.
+    """
+    num_layers = len(draft.cache.layers)
+    if model is None:
+        return Heads(target, num_layers, dtype)
+    if draft.taps:
+        return Heads(HeadOfTarget(model, target), num_layers, dtype, draft.taps)
+    return Draft(model, num_layers, num_groups=len(draft.cache.windows), vocab_size=draft.vocab_size)
 
 
 def builder_of_shapes(

@@ -1,5 +1,5 @@
 """What guesses tokens on the device: a draft model, which is a small model beside the served one, its target;
-or the heads of the served checkpoint.
+an EAGLE head, which is a layer beside its target; or the heads of the served checkpoint.
 """
 
 from __future__ import annotations
@@ -27,3 +27,10 @@ class DraftModel:
     cache: CacheSpec
     """What its layers keep. None of them keeps state by slot."""
     vocab_size: int
+    taps: tuple[int, ...] = ()
+    """The layers of the target whose inputs an EAGLE head reads; (): it is no EAGLE head."""
+
+    @property
+    def is_of_checkpoint(self) -> bool:
+        """Whether these are the heads that the served checkpoint has."""
+        return self.graphdef is None

@@ -218,9 +218,9 @@ class ProgramBuilder:
         return compiled_set.facts_of(*parts, self._arguments, self.backend)
 
     @property
-    def _drafted(self) -> tuple[nnx.GraphDef[Any] | None, CacheSpec] | None:
+    def _drafted(self) -> tuple[nnx.GraphDef[Any] | None, CacheSpec, tuple[int, ...]] | None:
         """What a draft model is made of."""
-        return None if self.draft is None else (self.draft.graphdef, self.draft.cache)
+        return None if self.draft is None else (self.draft.graphdef, self.draft.cache, self.draft.taps)
 
     @property
     def _arguments(self) -> list[Any]:
@@ -317,7 +317,7 @@ class ProgramBuilder:
             all_steps=backend.fixed_windows,
         )
         packed = self._ints(layout.rows_size)
-        arguments = (self.draft_weights or self.weights, self.kv, self.state, packed)
+        arguments = (self.weights, self.kv, self.state, packed, self.draft_weights)
         name = f"guesses_rows{rows}"
         return self._compiled(program, *arguments, donate=(1, 2), name=name, results=(CUT, WHOLE))
 

@@ -231,8 +231,8 @@ class ProgramCalls:
         """Have the draft or the heads guess tokens, see `make_guesses`."""
         device = self._device
         program = self.programs.guesses[rows]
-        weights = device.draft_leaves or device.leaves
-        device.kv, device.rows = program(weights, device.kv, device.rows, packed)
+        arguments = (device.leaves, device.kv, device.rows, packed, device.draft_leaves)
+        device.kv, device.rows = program(*arguments)
 
     def choose(
         self, logits: jax.Array, packed: Ints, mask: Ints | None, checks: Ints | None = None

@@ -65,7 +65,7 @@ class StepModel(Protocol):
     ) -> tuple[Array, KVCache]:
         """Turn tokens and positions int32[T] -> hidden states [T, E] and the updated cache. `metas` has one
         entry for each group of the cache's layers. A model that reads pictures also takes `media`, see
-        `media.sections`, and one that adapters change `adapters`.
+        `media.sections`, one that adapters change `adapters`, and one that an EAGLE head follows `taps`.
         """
         ...
 
@@ -82,8 +82,16 @@ class StepModel(Protocol):
         ...
 
 
-class PredictingModel(StepModel, Protocol):
-    """A model with a layer that predicts the token after the next one."""
+class PredictingModel(Protocol):
+    """A layer that predicts the token after the next one: one of the served model (`CausalLM`), or an EAGLE
+    head beside it (`HeadOfTarget`).
+    """
+
+    def kept(self, hidden: Array, num_tokens: Array) -> Array:
+        """Turn what the served model gives, [T, ...], into what `predict` reads of the position before,
+        [T, E].
+        """
+        ...
 
     def predict(
         self,
@@ -100,6 +108,10 @@ class PredictingModel(StepModel, Protocol):
 
     def predicted_logits(self, hidden: Array, num_rows: Array) -> Array:
         """See `CausalLM.predicted_logits`."""
+        ...
+
+    def tokens(self, guessed: Array) -> Array:
+        """Turn places in these logits, int32[R], into tokens of the served model."""
         ...
 
 
@@ -137,6 +149,11 @@ class Follower(Protocol):
         """Its entries in the cache."""
         ...
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of its target whose inputs it reads; (): it reads the hidden states behind the last."""
+        ...
+
     def follow(
         self,
         tokens: Array,
@@ -146,8 +163,8 @@ class Follower(Protocol):
         attention: AttentionOp,
         recurrent: RecurrentOps,
     ) -> KVCache:
-        """Turn tokens int32[T] that its target computes, and the hidden states that this gave, [T, E] -> the
-        whole cache with what it keeps of them.
+        """Turn tokens int32[T] that its target computes, and the hidden states that this gave, [T, E] or
+        those of the taps side by side -> the whole cache with what it keeps of them.
         """
         ...
 
@@ -170,6 +187,10 @@ class Follower(Protocol):
         """
         ...
 
+    def tokens(self, guessed: Array) -> Array:
+        """Turn places in its logits, int32[R], into tokens of its target."""
+        ...
+
 
 class Draft(NamedTuple):
     """A draft model. It reads tokens alone."""
@@ -180,6 +201,7 @@ class Draft(NamedTuple):
     num_groups: int
     """Groups of layers that it would have alone."""
     vocab_size: int
+    taps: tuple[int, ...] = ()
 
     def follow(
         self,
@@ -219,22 +241,27 @@ class Draft(NamedTuple):
         attention: AttentionOp,
         recurrent: RecurrentOps,
     ) -> tuple[Array, KVCache]:
-        own = len(kv) - self.num_layers
-        with jax.named_scope("draft"):
-            # Its target may know tokens that it does not know.
-            known = jnp.minimum(tokens, self.vocab_size - 1)
-            metas = (meta,) * self.num_groups
-            hidden, written = self.model(
-                known, meta.positions, kv[own:], metas, attention=attention, recurrent=recurrent
-            )
-        return hidden, (*kv[:own], *written)
+        # Its target may know tokens that it does not know.
+        known, metas = jnp.minimum(tokens, self.vocab_size - 1), (meta,) * self.num_groups
+        return _on_last(
+            kv,
+            self.num_layers,
+            lambda entries: self.model(
+                known, meta.positions, entries, metas, attention=attention, recurrent=recurrent
+            ),
+        )
+
+    def tokens(self, guessed: Array) -> Array:
+        """See `Follower`."""
+        return guessed
 
 
 class Heads(NamedTuple):
-    """The layer of the served checkpoint that predicts the token after the next one. It reads each token with
-    the hidden state of the position before, so the first of its entries in the cache keeps the hidden states
-    of all positions: whoever shares a page, or copies it, finds there what the next token needs. Position 0
-    has none before it, and reads zeros. For each further guess the layer reads what it gave itself.
+    """A layer that predicts the token after the next one, of the served checkpoint or an EAGLE head. It reads
+    each token with a hidden state of the position before, so the first of its entries in the cache keeps
+    those of all positions: whoever shares a page, or copies it, finds there what the next token needs.
+    Position 0 has none before it, and reads zeros. For each further guess the layer reads what it gave
+    itself.
     """
 
     model: PredictingModel
@@ -242,6 +269,8 @@ class Heads(NamedTuple):
     """See `Follower`."""
     dtype: jnp.dtype
     """That of hidden states."""
+    taps: tuple[int, ...] = ()
+    """See `Follower`."""
 
     def follow(
         self,
@@ -254,11 +283,12 @@ class Heads(NamedTuple):
     ) -> KVCache:
         """See `Follower`."""
         own = len(kv) - self.num_layers
-        with jax.named_scope("heads"):
-            normalized = self.model.normalized(hidden).astype(self.dtype)
-            kept = write_kv(kv[own], normalized[:, None], None, meta.write_slots)
+        with jax.named_scope("follower"):
+            states = self.model.kept(hidden, meta.num_tokens).astype(self.dtype)
+            kept = write_kv(kv[own], states[:, None], None, meta.write_slots)
             kv = (*kv[:own], kept, *kv[own + 1 :])
-            return self._run(tokens, self.before(kv, meta), kv, meta, attention, recurrent)[1]
+            before = self.before(kv, meta)
+        return self._run(tokens, before, kv, meta, attention, recurrent)[1]
 
     def before(self, kv: KVCache, meta: AttentionMeta) -> Array:
         """See `Follower`: hidden states [T, E]."""
@@ -293,16 +323,33 @@ class Heads(NamedTuple):
         attention: AttentionOp,
         recurrent: RecurrentOps,
     ) -> tuple[Array, KVCache]:
-        own = len(kv) - self.num_layers + 1
-        with jax.named_scope("heads"):
-            hidden, written = self.model.predict(
-                tokens, before, kv[own:], meta, attention=attention, recurrent=recurrent
-            )
-        return hidden, (*kv[:own], *written)
+        return _on_last(
+            kv,
+            self.num_layers - 1,
+            lambda entries: self.model.predict(
+                tokens, before, entries, meta, attention=attention, recurrent=recurrent
+            ),
+        )
+
+    def tokens(self, guessed: Array) -> Array:
+        """See `Follower`."""
+        return self.model.tokens(guessed)
 
 
-RebuildFollower = Callable[[Weights], Follower]
-"""Takes the draft's weights or, where the served model has heads, its own."""
+def _on_last(
+    kv: KVCache, count: int, run: Callable[[KVCache], tuple[Array, KVCache]]
+) -> tuple[Array, KVCache]:
+    """Run a follower on its entries of the cache, the last `count`. Returns its result, and the whole
+    cache.
+    """
+    own = len(kv) - count
+    with jax.named_scope("follower"):
+        made, written = run(kv[own:])
+    return made, (*kv[:own], *written)
+
+
+RebuildFollower = Callable[[Weights, Weights], Follower]
+"""Takes the weights of the served model, and those of the draft; () where the model has heads."""
 
 
 class Joined(NamedTuple):
@@ -409,16 +456,21 @@ def _run_model(
         if adapters and batch.adapter_slots is not None:
             adapter_slots = batch.adapter_slots[meta.token_rows]
             given["adapters"] = AdapterRows(adapters[0], adapter_slots, shapes.adapter_rank)
-        own = len(kv) - (0 if follower is None else follower.num_layers)
+        own, taps = (len(kv), ()) if follower is None else (len(kv) - follower.num_layers, follower.taps)
+        if taps:
+            given["taps"] = taps
         hidden, written = model(tokens, meta.positions, kv[:own], metas, **given)
-        kv = (*written, *kv[own:])
+        kv, followed = (*written, *kv[own:]), hidden
+        if taps:
+            size = hidden.shape[1] // (1 + len(taps))
+            hidden, followed = hidden[:, :size], hidden[:, size:]
         at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
         if joined is not None:
             hidden = hidden[joined.places]
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         logits = model.logits(hidden[at], num_rows)
     if follower is not None:
-        kv = follower.follow(tokens, hidden, kv, meta, attention, recurrent)
+        kv = follower.follow(tokens, followed, kv, meta, attention, recurrent)
     return logits, hidden, kv, None if copies is None else copies.held
 
 
@@ -488,7 +540,7 @@ def make_forward(
             starts=batch.starts,
             held=state.held,
             adapters=adapters,
-            follower=None if rebuild_follower is None else rebuild_follower(draft or weights),
+            follower=None if rebuild_follower is None else rebuild_follower(weights, draft),
             guesses=None if state.guesses is None else _of_rows(state.guesses, batch),
             media=None
             if pictures is None
@@ -606,7 +658,7 @@ def make_window(
         weights: Weights, kv: KVCache, state: RowState, packed: Array, adapters: AdapterPool, draft: Weights
     ) -> tuple[KVCache, RowState, Chosen]:
         model = rebuild(weights)
-        follower = None if rebuild_follower is None else rebuild_follower(draft or weights)
+        follower = None if rebuild_follower is None else rebuild_follower(weights, draft)
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         page_tables = tuple(_of_rows(table, batch) for table in state.tables)
@@ -696,16 +748,18 @@ def make_guesses(
     most: int,
     *,
     all_steps: bool,
-) -> Callable[[Weights, KVCache, RowState, Array], tuple[KVCache, RowState]]:
+) -> Callable[[Weights, KVCache, RowState, Array, Weights], tuple[KVCache, RowState]]:
     """Make a program in which a draft model, or heads, guess what follows the last samples of slots: (the
-    weights that `RebuildFollower` takes, cache, state, packed buffer without tokens) -> (cache, state). Each
+    model's weights, cache, state, packed buffer without tokens, the draft's weights) -> (cache, state). Each
     row's MAX_SAMPLES says how many tokens, at most `most`. A guess is the likeliest token.
 
     `all_steps`: whether `most` steps are computed however few are needed, see `make_window`.
     """
 
-    def guess(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> tuple[KVCache, RowState]:
-        follower = rebuild_follower(weights)
+    def guess(
+        weights: Weights, kv: KVCache, state: RowState, packed: Array, draft: Weights
+    ) -> tuple[KVCache, RowState]:
+        follower = rebuild_follower(weights, draft)
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         assert state.guesses is not None, "slots have places for the guesses of a draft"
@@ -730,7 +784,7 @@ def make_guesses(
             tokens, advanced, before, kv, guesses = carry
             meta = meta_from(batch.starts + advanced)
             logits, after, kv = follower.guess(tokens, before, kv, meta, attention, recurrent, num_real)
-            made = jnp.argmax(logits[:, :vocab_size], axis=-1).astype(jnp.int32)
+            made = follower.tokens(jnp.argmax(logits[:, :vocab_size], axis=-1).astype(jnp.int32))
             guesses = guesses.at[:, step].set(made)
             # A row that has all its guesses repeats its last step, as in a window: it has no further pages.
             goes_on = step + 1 < batch.max_samples

@@ -30,6 +30,7 @@ from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.families import eagle
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.load_rules import LoadRule, LoadRules, ParamPath, Tensor
@@ -67,9 +68,9 @@ def load_config(directory: Path) -> ModelConfig:
     return config_for_tensors(config, tensors, directory)
 
 
-def read_config(directory: Path) -> ModelConfig:
+def read_config(directory: Path, *, heads: bool = False) -> ModelConfig:
     """Parse config.json. The eos_token_id of generation_config.json replaces that of config.json, as in
-    transformers.
+    transformers. heads: also that of an EAGLE head.
 
     Raises ConfigError or UnknownArchitecture.
     """
@@ -78,7 +79,7 @@ def read_config(directory: Path) -> ModelConfig:
         refuse_gguf_in(directory)
         what = next((what for name, what in _OTHER_KINDS.items() if (directory / name).is_file()), "")
         raise ConfigError(f"{file} is not there{what}; give the directory that holds the model's config.json")
-    config = parse_config(without_quantisation(read_json_object(file)))
+    config = parse_config(without_quantisation(read_json_object(file)), heads=heads)
     generation = directory / "generation_config.json"
     if generation.is_file():
         fields = Fields(read_json_object(generation))
@@ -96,6 +97,8 @@ def config_for_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], direc
     that config.json ties to the embeddings, but that the files have beside them with other values, is not
     tied, as in transformers. A model that reads pictures, saved without what reads them, reads texts alone.
     """
+    if config.eagle is not None:
+        return eagle.for_tensors(config, tensors)
     names = config.names.found_in(tensors)
     tied = config.tie_word_embeddings
     if config.generates and not (tied or names.decoder or f"{names.head}weight" in tensors):

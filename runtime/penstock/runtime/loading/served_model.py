@@ -44,6 +44,7 @@ from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.adapted import AdaptedModel
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.configs.eagle import EagleConfig
 from penstock.runtime.models.cutting import cut_for, sizes_that_work
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import LoadRules, RulesFor, Tensor
@@ -173,14 +174,16 @@ def _config_of(path: Path) -> ModelConfig:
     return read_model(path).config if is_gguf(path) else read_config(path)
 
 
-def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) -> CheckpointFacts:
+def read_checkpoint(
+    directory: Path, options: EngineConfig, backend: Backend, *, heads: bool = False
+) -> CheckpointFacts:
     """Read all files of a checkpoint, of the weights' only the headers. `directory` may be a GGUF file, which
-    has everything. A server starts with this function, and `penstock check` calls it, so that both refuse the
-    same: UnknownArchitecture, CheckpointError and ConfigError say what is wrong, and in which file. Only
-    values of weights beyond the range of the dtype are found later.
+    has everything. heads: it may be that of an EAGLE head. A server starts with this function, and `penstock
+    check` calls it, so that both refuse the same: UnknownArchitecture, CheckpointError and ConfigError say
+    what is wrong, and in which file. Only values of weights beyond the range of the dtype are found later.
     """
     gguf = read_model(directory, options.generation_config) if is_gguf(directory) else None
-    config = gguf.config if gguf else read_config(directory)
+    config = gguf.config if gguf else read_config(directory, heads=heads)
     check_max_model_len(options, config.max_position_embeddings)
     tensors: Mapping[str, Tensor] = gguf.tensors if gguf else find_weights(directory)
     config, projecting = with_projections(config_for_tensors(config, tensors, directory), directory)
@@ -242,8 +245,8 @@ def _with_heads(config: ModelConfig, options: EngineConfig) -> ModelConfig:
     """Return the model with its heads. ConfigError if it has none, or cannot have them here."""
     if config.predictor is None:
         raise ConfigError(
-            f"speculation: {config.architecture} has no heads here: config.json must say "
-            "num_nextn_predict_layers 1, and the family must be one whose heads are read, see docs/models.md"
+            f"speculation: {config.architecture} has no heads here: the checkpoint must have exactly one "
+            "layer that predicts, and the family must be one whose heads are read, see docs/models.md"
         )
     if (options.tensor_parallel_size or 1) > 1:
         raise ConfigError("speculation: heads need one device: set tensor_parallel_size to 1")
@@ -273,7 +276,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     directory = resolve_model(model)
     facts = read_checkpoint(directory, config, backend)
     read = None if config.draft_model is None else read_draft(config.draft_model, facts, config, backend)
-    draft = None if read is None else _load_draft(read, config, backend)
+    draft = None if read is None else _load_draft(read, facts.config, config, backend)
     own, devices = own_devices(backend.mesh), backend.mesh.size
     leaves = load_leaves(
         directory,
@@ -377,7 +380,9 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
     )
     try:
         directory = resolve_model(name)
-        facts = read_checkpoint(directory, own, backend)
+        if problem := _why_no_target(target.config):
+            raise ConfigError(problem)
+        facts = read_checkpoint(directory, own, backend, heads=True)
         if problem := why_no_draft(facts.config, target.config) or _why_other_tokens(facts, target):
             raise ConfigError(problem)
     except ConfigError as error:
@@ -387,6 +392,19 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
 
 def why_no_draft(model: ModelConfig, target: ModelConfig) -> str:
     """Say why a model cannot be the draft of another one, by their sizes; empty if it can."""
+    if problem := _why_no_target(target):
+        return problem
+    if not model.generates:
+        return "it generates nothing"
+    if model.cache.has_state:
+        return "it has a recurrent state, which cannot go back to where a guess was wrong"
+    if model.eagle is not None:
+        return _why_no_head(model, model.eagle, target)
+    return "" if model.vision is None else "it reads pictures, which a draft does not get"
+
+
+def _why_no_target(target: ModelConfig) -> str:
+    """Say why a model takes no draft; empty if it does."""
     if target.devices > 1:
         return "the model that is served is cut over devices: set tensor_parallel_size to 1"
     if not target.generates:
@@ -399,15 +417,40 @@ def why_no_draft(model: ModelConfig, target: ModelConfig) -> str:
         )
     if target.vision is not None:
         return "the model that is served reads pictures, which a draft does not get"
-    if not model.generates:
-        return "it generates nothing"
-    if model.cache.has_state:
-        return "it has a recurrent state, which cannot go back to where a guess was wrong"
-    return "" if model.vision is None else "it reads pictures, which a draft does not get"
+    return ""
+
+
+def _why_no_head(model: ModelConfig, eagle: EagleConfig, target: ModelConfig) -> str:
+    """Say why an EAGLE head cannot be that of this model; empty if it can."""
+    taps = eagle.taps_of(target.num_layers)
+    ours, theirs = eagle.target_hidden_size, target.hidden_size
+    if ours != theirs:
+        return f"it reads hidden states of {ours} numbers, and those of {target.architecture} have {theirs}"
+    if model.vocab_size != target.vocab_size:
+        return f"it knows {model.vocab_size} tokens, and {target.architecture} {target.vocab_size}"
+    if not 0 <= taps[0] < taps[1] < taps[2] <= target.num_layers:
+        found = ", ".join(map(str, taps))
+        return f"it reads what layers {found} read, and {target.architecture} has {target.num_layers}"
+    if eagle.has_embeddings:
+        return ""
+    if model.hidden_size != theirs:
+        return f"it has no embeddings, and those of {target.architecture} have {theirs} numbers"
+    if target.embedding_scale != 1.0 or target.embed_norm or target.positions_from is not None:
+        return f"it has no embeddings, and {target.architecture} changes its own before they are read"
+    return ""
 
 
 def _why_other_tokens(facts: CheckpointFacts, target: CheckpointFacts) -> str:
-    """Say whether a draft has other tokens than its target, in words; empty if not."""
+    """Say whether a draft has other tokens than its target, in words; empty if not. An EAGLE head has no
+    tokenizer, and says which of its target's tokens its own are.
+    """
+    if facts.config.eagle is not None:
+        if not facts.config.eagle.maps_tokens:
+            return ""
+        shift = facts.tensors["d2t"]
+        found = np.arange(shift.shape[0]) + shift[0 : shift.shape[0]]
+        is_known = bool(((found >= 0) & (found < target.config.vocab_size)).all())
+        return "" if is_known else f"d2t: it names tokens that {target.config.architecture} has not"
     ours, theirs = _vocabulary(facts.text), _vocabulary(target.text)
     if ours is None or theirs is None:
         same = ours is theirs and facts.config.vocab_size == target.config.vocab_size
@@ -428,8 +471,8 @@ def _below(vocabulary: Mapping[str, int], size: int) -> dict[str, int]:
     return {token: i for token, i in vocabulary.items() if i < size}
 
 
-def _load_draft(read: DraftFacts, config: EngineConfig, backend: Backend) -> DraftModel:
-    facts = read.facts
+def _load_draft(read: DraftFacts, target: ModelConfig, config: EngineConfig, backend: Backend) -> DraftModel:
+    facts, eagle = read.facts, read.facts.config.eagle
     leaves = load_leaves(
         read.directory,
         facts.rules,
@@ -447,6 +490,7 @@ def _load_draft(read: DraftFacts, config: EngineConfig, backend: Backend) -> Dra
         weights=state_of(facts.config, leaves, facts.dtype, facts.linear),
         cache=facts.config.cache,
         vocab_size=facts.config.vocab_size,
+        taps=() if eagle is None else eagle.taps_of(target.num_layers),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from penstock.runtime.models.configs.eagle import HIDING_CHANNELS, EagleConfig
 from penstock.runtime.models.configs.encoder import ClassifierConfig, EncoderConfig
 from penstock.runtime.models.configs.recurrent import MambaConfig, RecurrentConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
@@ -263,8 +264,9 @@ class ModelConfig:
     embeddings are multiplied by it. logits_scale, logits_softcap: logits are multiplied by the first, and
     then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model reads none.
     predictor: the layer that a checkpoint has behind those of the decoder, which predicts the token after the
-    next one (multi-token prediction); None: it has none. predicts: whether the model has that layer. names:
-    of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it; None if it does not.
+    next one (multi-token prediction); None: it has none. predicts: whether the model has that layer. eagle:
+    what makes it an EAGLE head, which has one layer; None: it is a model of its own. names: of the
+    checkpoint's tensors. dtype: that of the checkpoint, as config.json names it; None if it does not.
     devices: over how many devices the model is cut (`cutting`); sizes of layers are those of one
     device then. whole: the model before it was cut; None: it is not. vocab_pieces: into how many pieces the
     tokens of embeddings and head are cut.
@@ -290,6 +292,7 @@ class ModelConfig:
     vision: VisionConfig | None = None
     predictor: LayerConfig | None = None
     predicts: bool = False
+    eagle: EagleConfig | None = None
     names: TensorNames = USUAL
     tie_word_embeddings: bool = False
     dtype: str | None = None
@@ -324,9 +327,16 @@ class ModelConfig:
 
     @property
     def cache(self) -> CacheSpec:
-        """What the model's cache holds: nothing for an encoder, which reads each text in one step."""
+        """What the model's cache holds: nothing for an encoder, which reads each text in one step; for an
+        EAGLE head what `EagleHead` says.
+        """
         if self.encoder is not None:
             return CacheSpec(())
+        if self.eagle is not None:
+            kept = _kept(self.layers[0].attention)
+            assert isinstance(kept, PagedKV), "the layer of an EAGLE head attends"
+            wider = replace(kept, head_dim=kept.head_dim + HIDING_CHANNELS)
+            return CacheSpec((LatentKV(self.hidden_size, 0), wider))
         owners = [layer for layer in self.layers if layer.shares_kv_of is None]
         parts = (part for layer in owners for part in (layer.attention, layer.beside) if part is not None)
         return CacheSpec(tuple(map(_kept, parts)))

@@ -285,13 +285,16 @@ class CausalLM(PooledModel):
         recurrent: RecurrentOps = XLA_RECURRENT,
         media: MediaInputs | None = None,
         adapters: AdapterRows | None = None,
+        taps: tuple[int, ...] = (),
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run a ragged batch of tokens through the decoder.
 
         token_ids, positions: int32 [T]. kv: one cache for each layer that has its own. metas: the row and
         page of each token, one for each group of the cache's layers. media: where rows of the batch may have
-        pictures; None: no row has. adapters: those of the tokens; None: no token has one. Returns the hidden
-        states before the final norm [T, E] in the model's dtype, and the new caches.
+        pictures; None: no row has. adapters: those of the tokens; None: no token has one. taps: layers whose
+        inputs are wanted, too; their number stands for what the last layer gives. Returns the hidden states
+        before the final norm in the model's dtype, [T, E] or, with those of N taps beside them,
+        [T, (1 + N) * E]; and the new caches.
         """
         if media is not None and media.reach is not None:
             metas = tuple(meta._replace(reach=media.reach) for meta in metas)
@@ -318,12 +321,15 @@ class CausalLM(PooledModel):
         count = len(self.config.cache.layers)
         if len(caches) != count:
             raise ValueError(f"the model has {count} caches, not {len(caches)}")
+        read: list[jax.Array] = []
         for i, (layer, entry) in enumerate(zip(self.layers, entries, strict=True)):
+            read.append(x)
             of_layer = None if of_layers is None else of_layers[:, i]
             mine = slice(entry, entry + (1 if layer.beside is None else 2))
             x, caches[mine] = layer(x, caches[mine], inputs, of_layer)
             x = x if media is None else media.add(x, i)
-        return x, tuple(caches)
+        read.append(x)
+        return jnp.concatenate([x, *(read[tap] for tap in taps)], axis=-1) if taps else x, tuple(caches)
 
     def encode(self, inputs: Any, num_patches: jax.Array) -> tuple[jax.Array, ...]:
         """Compute the embeddings of pictures, for a model that reads them: see `Tower`."""
@@ -359,6 +365,10 @@ class CausalLM(PooledModel):
                 softcap=config.logits_softcap,
             )
 
+    def kept(self, hidden: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        """Turn hidden [T, E] into what `predict` reads of them with the next tokens, [T, E]."""
+        return self.normalized(hidden).astype(hidden.dtype)
+
     def predict(
         self,
         token_ids: jax.Array,
@@ -369,8 +379,8 @@ class CausalLM(PooledModel):
         attention: AttentionOp,
         recurrent: RecurrentOps,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Turn tokens int32 [T] and the hidden states before them [T, E], behind the last norm -> what
-        predicts the tokens behind theirs, [T, E], and the new cache of the predictor's attention.
+        """Turn tokens int32 [T] and what is `kept` of the positions before them, [T, E] -> what predicts the
+        tokens behind theirs, [T, E], and the new cache of the predictor's attention.
         """
         assert self.predictor is not None, "the model predicts no further tokens"
         inputs = LayerInputs(
@@ -392,6 +402,10 @@ class CausalLM(PooledModel):
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         with jax.named_scope("head"):
             return logits(head, hidden, num_rows, self.pools, norm=None, scale=self.config.logits_scale)
+
+    def tokens(self, guessed: jax.Array) -> jax.Array:
+        """Turn places in `predicted_logits`, int32 [R], into tokens, which they are."""
+        return guessed
 
     def classes(self, pooled: jax.Array) -> jax.Array:
         """Turn pooled hidden states [R, E] -> a number for each class, float32 [R, classes]; for a model with

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
@@ -20,6 +20,7 @@ from penstock.runtime.models.adapted import AdaptedModel, adapted_layers, adds_n
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.decoder import CausalLM
+from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.layers.experts import StackedLinear
 from penstock.runtime.models.linear import PLAIN, Linear, LinearFormat
 from penstock.runtime.models.load_rules import (
@@ -85,7 +86,7 @@ def load_rules(
 def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat) -> LoadRules:
     family = family_of(config.architecture)
     model = nnx.merge(*_abstract_model(config, dtype, linear))
-    stored = _with_projections(_spelled(_with_predictor(family.stored, config), config.names), config)
+    stored = _with_projections(_spelled(_with_predictor(family, config), config.names), config)
     listed = [
         rule
         for path, module in nnx.iter_modules(model)
@@ -170,26 +171,37 @@ def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:
     return stored if names == USUAL else there
 
 
-def _with_predictor(stored: Callable[[ModelConfig], StoredAt], config: ModelConfig) -> StoredAt:
-    """Tell where `stored` has the parameters, and where those of the predictor are: a checkpoint has all of
-    it in the layer behind the last one.
+def _with_predictor(family: ModelFamily, config: ModelConfig) -> StoredAt:
+    """Tell where the family has the parameters, and those of the predictor: the layer's own where those of a
+    further layer would be, and all of it in that layer or where `ModelFamily.predictor` says.
     """
     whole = config.whole or config
     if whole.predictor is None or not config.predicts:
-        return stored(whole)
-    usual, layer = stored(replace(whole, layers=(*whole.layers, whole.predictor))), len(whole.layers)
+        return family.stored(whole)
+    usual, layer = family.stored(replace(whole, layers=(*whole.layers, whole.predictor))), len(whole.layers)
+    further = f"model.layers.{layer}"
+    begins = family.predictor or {"block": further, "norm": f"{further}.shared_head.norm"}
 
     def there(path: ParamPath, shape: tuple[int, ...]) -> Stored:
-        match path:
-            case ("predictor", "block", *rest):
-                path = ("layers", layer, *rest)
-            case ("predictor", "norm", *rest):
-                path = ("layers", layer, "shared_head", "norm", *rest)
-            case ("predictor", *rest):
-                path = ("layers", layer, *rest)
-        return usual(path, shape)
+        if path[0] != "predictor":
+            return usual(path, shape)
+        part, rest = str(path[1]), path[2:]
+        begin = begins.get(part, f"{further}.{part}")
+        if part != "block":
+            source = Source(".".join((begin, *map(str, rest))), shape)
+            swaps = family.hidden_first and part == "eh_proj"
+            return Stored((source,), _with_halves_swapped if swaps else None)
+        found = usual(("layers", layer, *rest), shape)
+        sources = (replace(each, name=begin + each.name.removeprefix(further)) for each in found.sources)
+        return replace(found, sources=tuple(sources))
 
     return there
+
+
+def _with_halves_swapped(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return rows with the second half of their values before the first."""
+    (values,) = rows
+    return np.roll(values, values.shape[1] // 2, axis=1)
 
 
 def _with_projections(stored: StoredAt, config: ModelConfig) -> StoredAt:

@@ -10,6 +10,7 @@ from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.families import (
     deepseek,
     dense,
+    eagle,
     encoders,
     gemma,
     gemma4,
@@ -64,11 +65,16 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
 }
 
 
+HEADS: Mapping[str, ModelFamily] = eagle.FAMILIES
+"""Heads beside a model, which are no models of their own."""
+
+
 def family_of(architecture: str) -> ModelFamily:
-    """Return the registry's entry; raise UnknownArchitecture if there is none."""
-    if architecture not in ARCHITECTURES:
+    """Return the registry's entry, also of a head; raise UnknownArchitecture if there is none."""
+    found = ARCHITECTURES.get(architecture) or HEADS.get(architecture)
+    if found is None:
         raise UnknownArchitecture(architecture)
-    return ARCHITECTURES[architecture]
+    return found
 
 
 def nearest_to(architecture: str, data: Mapping[str, object]) -> tuple[str, tuple[str, ...]]:
@@ -102,15 +108,20 @@ def nearest_to(architecture: str, data: Mapping[str, object]) -> tuple[str, tupl
     return nearest, by_name[nearest]
 
 
-def parse_config(data: Mapping[str, object]) -> ModelConfig:
-    """Parse a config.json mapping, without transformers.
+def parse_config(data: Mapping[str, object], *, heads: bool = False) -> ModelConfig:
+    """Parse a config.json mapping, without transformers. heads: also that of a head.
 
     Raises UnknownArchitecture, or ConfigError listing every field that cannot be served.
     """
     names = data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(f"config.json: architectures must name exactly one architecture, not {names!r}")
-    if names[0] not in ARCHITECTURES:
+    if names[0] in HEADS and not heads:
+        raise ConfigError(
+            f"config.json: {names[0]} is an EAGLE head, which is no model of its own: serve the model that "
+            "it was made for with --speculation draft, and give the head as --draft-model"
+        )
+    if names[0] not in ARCHITECTURES and names[0] not in HEADS:
         raise UnknownArchitecture(names[0], *nearest_to(names[0], data))
     family, fields = family_of(names[0]), Fields(data)
     fields.ignore(family.ignored)

@@ -8,6 +8,7 @@ take, its own part included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 
 from penstock.runtime.scheduling.lookup import Costs
@@ -65,9 +66,10 @@ class _Record:
 class Drafting:
     """The proposers "draft" and "heads"."""
 
-    def __init__(self, name: str) -> None:
-        """`name`: that of the proposer."""
+    def __init__(self, name: str, *, computes_again: bool = False) -> None:
+        """`name`: that of the proposer. computes_again: see `Lookup`."""
         self.name = name
+        self._computes_again = computes_again
         self._records: dict[Sequence, _Record] = {}
         self._costs = Costs()
         self._rate = _FIRST_RATE
@@ -108,13 +110,19 @@ class Drafting:
             return 0
         rates = [self._rate_of(seq) for seq, _ in asked]
         best, best_speed = 0, gain * num_rows / plain_ns
-        made, num_guessed = float(num_rows), 0
+        made, num_guessed, all_right = float(num_rows), 0, 1.0
         for count in range(1, max(most for _, most in asked) + 1):
             further = [rate**count for rate, (_, most) in zip(rates, asked, strict=True) if count <= most]
             made, num_guessed = made + sum(further), num_guessed + len(further)
             if num_guessed > room:
                 break
-            speed = made / self._costs.checked_ns(num_rows, plain_ns, num_guessed)[-1]
+            took_ns = self._costs.checked_ns(num_rows, plain_ns, num_guessed)[-1]
+            all_right *= math.prod(
+                rate for rate, (_, most) in zip(rates, asked, strict=True) if count <= most
+            )
+            # The step behind a wrong guess has at most as many tokens, and brings one of each row.
+            again = 1 - all_right if self._computes_again else 0.0
+            speed = (made + num_rows * again) / (took_ns * (1 + again))
             if speed > best_speed:
                 best, best_speed = count, speed
         return best

@@ -145,7 +145,11 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
 def _draft(folder: str, target: ModelConfig) -> ModelConfig:
     if folder != DEMO and not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"draft_model: {folder} is no folder that holds config.json")
-    draft = read_config(resolve_model(folder))
+    draft = read_config(resolve_model(folder), heads=True)
+    if draft.eagle is not None:
+        raise ConfigError(
+            f"draft_model: {folder}: is an EAGLE head; penstock check says what memory it takes"
+        )
     if problem := why_no_draft(draft, target):
         raise ConfigError(f"draft_model: {folder}: {problem}")
     return draft

@@ -496,7 +496,7 @@ def add_engine(flag: AddFlag) -> None:
     flag(
         "draft_model",
         "the model that guesses with --speculation draft or auto: a folder, a .gguf file or a hub id; its "
-        "tokenizer is that of the model that is served",
+        "tokenizer is that of the model that is served; or the folder of an EAGLE-3 head of that model",
         "MODEL",
     )
     flag(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from PIL import Image as Pil
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from penstock.runtime import Engine, Image, StoppingParams, building
 from penstock.runtime.errors import InvalidRequest
@@ -28,6 +29,7 @@ from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.ops.native import library
 from penstock.runtime.prompting.results import Generation
 from penstock.runtime.requests.request import CacheParams
+from penstock.runtime.scheduling.plan import drafted_tokens
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.chunks import set_chunk
 from tests.support.collector import GREEDY_PARAMS
@@ -67,8 +69,9 @@ class Encodes:
 class Served:
     """An engine of a golden in float32, and its cases."""
 
-    def __init__(self, name: str, page_size: int, **options: Any) -> None:
-        self.name, self.folder = name, GOLDEN / name
+    def __init__(self, name: str, page_size: int, folder: Path | None = None, **options: Any) -> None:
+        """`folder`: where the model is; None: it is the golden."""
+        self.name, self.folder = name, folder or GOLDEN / name
         self.cases: list[Case] = json.loads((self.folder / "expected.json").read_text())["cases"]
         self.encodes = Encodes()
         config = dataclasses.replace(
@@ -198,6 +201,22 @@ def test_tokens_are_proposed_behind_pictures(name: str) -> None:
         served.ask_together(served.cases)
     totals = served.engine.metrics().totals
     assert 0 < totals.accepted_tokens < totals.proposed_tokens
+    served.finish()
+
+
+@pytest.mark.sweep
+def test_heads_guess_behind_pictures(tmp_path: Path) -> None:
+    """The layer was made for the golden without pictures, which has a text model of the same sizes."""
+    shutil.copytree(GOLDEN / "qwen3_5_vl", tmp_path, dirs_exist_ok=True)
+    layer = load_file(GOLDEN / "heads" / "qwen3_5" / "layer.safetensors")
+    save_file({**load_file(tmp_path / "model.safetensors"), **layer}, tmp_path / "model.safetensors")
+    proposer = Guesses(lambda seq, most: drafted_tokens(most), random.Random(1))
+    with mock.patch.object(building, "Drafting", return_value=proposer):
+        served = Served("qwen3_5_vl", 8, tmp_path, speculation="heads", tensor_parallel_size=1)
+    for case in served.cases:
+        served.ask(case, n=2)
+    served.ask_together(served.cases)
+    assert served.engine.metrics().totals.proposed_tokens > 50
     served.finish()
 
 

@@ -27,8 +27,8 @@ from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
 from penstock.runtime.models.rope import RopeConfig
 
-_IGNORED = ("auto_map", "aux_loss_alpha", "ep_size", "num_mtp_layers", "seq_aux")
-"""Training, and another name for the number of layers that predict further tokens."""
+_IGNORED = ("auto_map", "aux_loss_alpha", "ep_size", "seq_aux")
+"""Training."""
 
 _NAMES: Mapping[str, str] = {
     **PRE_NORMS,
@@ -60,7 +60,7 @@ def _parse(
         fields.integer("max_position_embeddings"),
     )
     layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in mlps(fields, num_layers)]
-    return read_model(architecture, fields, sizes, layers, predictor=read_predictor(fields, layers))
+    return read_model(architecture, fields, sizes, layers, predictor=read_predictor(fields, layers[-1]))
 
 
 def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig | ExpertsConfig]:

@@ -86,7 +86,9 @@ class ModelFamily:
     ignored: fields that transformers' own implementation of the family does not look at. stored: where its
     checkpoints have each parameter. harmless, copies: see `LoadRules`. further_layers: checkpoints may have
     layers behind those of the decoder, which predict further tokens and are read only if the model
-    `predicts`. build: the module with zero weights, in a dtype.
+    `predicts`. predictor: what the names of the tensors of such a layer's parts begin with, where it stands
+    elsewhere; None: it does not. hidden_first: its product reads the hidden state before the embedding, and
+    not behind it. build: the module with zero weights, in a dtype.
     """
 
     parse: Callable[[str, Fields], ModelConfig]
@@ -94,5 +96,7 @@ class ModelFamily:
     stored: Callable[[ModelConfig], StoredAt] = _PLAINLY
     harmless: tuple[str, ...] = ()
     further_layers: bool = False
+    predictor: Mapping[str, str] | None = None
+    hidden_first: bool = False
     copies: Callable[[ModelConfig], Mapping[str, str]] = tied_head
     build: Callable[[ModelConfig, jnp.dtype, LinearFormat], CausalLM | Encoder] = CausalLM

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
 from penstock.runtime.models.families.classes import last_token_classifier
 from penstock.runtime.models.families.family import ModelFamily
-from penstock.runtime.models.families.reading import read_layer_types, read_model, read_rope, read_sizes
+from penstock.runtime.models.families.reading import (
+    read_layer_types,
+    read_model,
+    read_predictor,
+    read_rope,
+    read_sizes,
+)
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.rope import RopeConfig
 
@@ -23,7 +29,7 @@ class Traits:
     every layer has sliding_window; "layer_types": that field and use_sliding_window decide. head_dim: the
     default; None: hidden_size / num_attention_heads. kv_heads: see `read_sizes`. ignored: see `ModelFamily`.
     theta, eps: the defaults of rope_theta and rms_norm_eps. mrope: see `read_rope`. window_layers: the
-    default of max_window_layers.
+    default of max_window_layers. predicts: see `read_predictor`.
     """
 
     model_type: str
@@ -39,6 +45,7 @@ class Traits:
     eps: float = 1e-6
     mrope: RopeConfig | None = None
     window_layers: int = 28
+    predicts: bool = False
 
 
 TRAITS: Mapping[str, Traits] = {
@@ -49,6 +56,19 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "Qwen3ForCausalLM": Traits("qwen3", None, None, False, True, "layer_types", head_dim=128),
 }
+
+
+MIMO = Traits(
+    "mimo",
+    True,
+    False,
+    False,
+    False,
+    "layer_types",
+    ignored=("attention_bias", "auto_map"),
+    predicts=True,
+)
+"""A Qwen2 with layers that predict further tokens; transformers has no class for it."""
 
 
 def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
@@ -82,7 +102,16 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
     ]
     classifies = architecture.endswith("ForSequenceClassification")
     classifier = last_token_classifier(fields) if classifies else None
-    return read_model(architecture, fields, sizes, layers, eps=traits.eps, classifier=classifier)
+    predictor = read_predictor(fields, layers[-1]) if traits.predicts else None
+    return read_model(
+        architecture,
+        fields,
+        sizes,
+        layers,
+        eps=traits.eps,
+        classifier=classifier,
+        predictor=predictor,
+    )
 
 
 def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | None, ...]:
@@ -115,8 +144,23 @@ def family(traits: Traits) -> ModelFamily:
     return ModelFamily(parse=functools.partial(_parse, traits=traits), ignored=traits.ignored)
 
 
+_PREDICTOR = "model.mtp_layers.0"
 FAMILIES: Mapping[str, ModelFamily] = {
-    name: family(traits)
-    for generates, traits in TRAITS.items()
-    for name in (generates, generates.replace("ForCausalLM", "ForSequenceClassification"))
+    **{
+        name: family(traits)
+        for generates, traits in TRAITS.items()
+        for name in (generates, generates.replace("ForCausalLM", "ForSequenceClassification"))
+    },
+    "MiMoForCausalLM": replace(
+        family(MIMO),
+        harmless=(r"^model\.mtp_layers\.",),
+        predictor={
+            "enorm": f"{_PREDICTOR}.token_layernorm",
+            "hnorm": f"{_PREDICTOR}.hidden_layernorm",
+            "eh_proj": f"{_PREDICTOR}.input_proj",
+            "block": _PREDICTOR,
+            "norm": f"{_PREDICTOR}.final_layernorm",
+        },
+        hidden_first=True,
+    ),
 }

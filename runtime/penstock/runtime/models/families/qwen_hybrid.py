@@ -26,6 +26,7 @@ from penstock.runtime.models.families.reading import (
     Sizes,
     read_layer_types,
     read_model,
+    read_predictor,
     read_rope,
     read_sizes,
 )
@@ -35,16 +36,18 @@ from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, 
 from penstock.runtime.models.rope import RopeConfig
 
 HARMLESS = (r"^mtp\.",)
-"""Layers that predict further tokens, which are not read."""
-IGNORED = (
-    "full_attention_interval",
-    "intermediate_size",
-    "mamba_ssm_dtype",
-    "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
-)
+"""Layers that predict further tokens, which are read only if they are to guess."""
+PREDICTOR: Mapping[str, str] = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "block": "mtp.layers.0",
+    "norm": "mtp.norm",
+}
+"""See `ModelFamily.predictor`."""
+IGNORED = ("full_attention_interval", "intermediate_size", "mamba_ssm_dtype")
 """Fields that are read where they mean something: without layer_types, or where layers have MLPs. And what is
-said of layers that predict further tokens, and of the state's dtype, which is float32 everywhere."""
+said of the state's dtype, which is float32 everywhere."""
 _NAMES: Mapping[str, str] = {**PRE_NORMS, "router": "gate", "q_gate": "q_proj"}
 _NAMES_OF_NET: Mapping[str, str] = {**_NAMES, "self_attn": "linear_attn", "gated_norm": "norm.weight"}
 _KINDS = ("linear_attention", "full_attention")
@@ -105,13 +108,20 @@ def parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
         output_gate=True,
     )
     net = _read_net(fields)
+    mlps = _read_mlps(fields, sizes.num_layers, traits)
     layers = [
         LayerConfig(attention=attention if kind == "full_attention" else net, mlp=mlp)
-        for kind, mlp in zip(
-            _read_kinds(fields, sizes), _read_mlps(fields, sizes.num_layers, traits), strict=True
-        )
+        for kind, mlp in zip(_read_kinds(fields, sizes), mlps, strict=True)
     ]
-    return read_model(architecture, fields, sizes, layers, norm_offset=1.0)
+    predictor = read_predictor(
+        fields,
+        LayerConfig(attention=attention, mlp=mlps[-1]),
+        names=("num_nextn_predict_layers", "mtp_num_hidden_layers"),
+        default=1,
+    )
+    if fields.boolean("mtp_use_dedicated_embeddings", False) or len(set(mlps)) > 1:
+        predictor = None  # another table of embeddings, or nobody says which MLP the layer has
+    return read_model(architecture, fields, sizes, layers, norm_offset=1.0, predictor=predictor)
 
 
 def _read_net(fields: Fields) -> DeltaNetConfig:
@@ -228,6 +238,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         parse=functools.partial(parse, traits=traits),
         stored=where_stacked(functools.partial(stored, interleaved=traits.interleaved)),
         harmless=HARMLESS,
+        predictor=PREDICTOR,
         ignored=IGNORED,
     )
     for name, traits in TRAITS.items()

@@ -109,12 +109,21 @@ def read_model(
     return config
 
 
-def read_predictor(fields: Fields, layers: Sequence[LayerConfig]) -> LayerConfig | None:
-    """Read the layer that predicts the token after the next one, which is like the last one of these; None
-    unless a checkpoint has exactly one.
+def read_predictor(
+    fields: Fields,
+    layer: LayerConfig,
+    *,
+    names: Sequence[str] = ("num_nextn_predict_layers", "num_mtp_layers"),
+    default: int = 0,
+) -> LayerConfig | None:
+    """Read whether a checkpoint has exactly one layer that predicts the token after the next one, which is
+    like the given one; None if not. names: of the fields that say how many it has; default: where none does.
     """
-    count = fields.optional_integer("num_nextn_predict_layers", minimum=0)
-    return layers[-1] if count == 1 else None
+    found = [fields.optional_integer(name, minimum=0) for name in names]
+    counts = {count for count in found if count is not None} or {default}
+    if len(counts) > 1:
+        fields.problem(names[1], f"contradicts {names[0]}")
+    return layer if counts == {1} else None
 
 
 def read_dtype(fields: Fields) -> str | None:

@@ -66,12 +66,11 @@ def _parse_glm(architecture: str, fields: Fields) -> ModelConfig:
     experts = read_grouped_experts(fields, count=128, inner=1408)
     dense = MLPConfig(intermediate_size=fields.integer("intermediate_size"))
     num_dense = fields.integer("first_k_dense_replace", 1, minimum=0)
-    fields.optional_integer("num_mtp_layers", minimum=0)
     layers = [
         LayerConfig(attention=attention, mlp=dense if layer < num_dense else experts)
         for layer in range(sizes.num_layers)
     ]
-    predictor = read_predictor(fields, layers)
+    predictor = read_predictor(fields, layers[-1])
     return read_model(architecture, fields, sizes, layers, eps=1e-5, predictor=predictor)
 
 

@@ -47,10 +47,15 @@ class Attention(nnx.Module):
         dtype: jnp.dtype,
         linear: LinearFormat,
         planners: PoolPlanners,
+        *,
+        in_size: int | None = None,
     ) -> None:
-        """`group`: the cache group of the layer, see `LayerInputs.metas`."""
+        """`group`: the cache group of the layer, see `LayerInputs.metas`. in_size: the channels that it
+        reads; None: those of a hidden state.
+        """
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         hidden, eps, offset = model.hidden_size, model.rms_norm_eps, model.norm_offset
+        read = in_size or hidden
         parts = {"q_proj": heads * dim}
         self.shares_kv_of = model.layers[layer].shares_kv_of
         owns = self.shares_kv_of is None
@@ -60,7 +65,7 @@ class Attention(nnx.Module):
             parts["v_proj"] = kv_heads * dim
         pieces = {"q_proj": config.pieces, "k_proj": config.kv_pieces, "v_proj": config.kv_pieces}
         cuts = {part: (Span(pieces[part], size),) for part, size in parts.items()}
-        self.qkv_proj = Linear(hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear, cuts=cuts)
+        self.qkv_proj = Linear(read, parts, dtype, planners, bias=config.qkv_bias, linear=linear, cuts=cuts)
         out = {"o_proj": hidden}
         self.o_proj = Linear(
             heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear, sums=config.pieces
@@ -68,7 +73,7 @@ class Attention(nnx.Module):
         gate = {"q_gate": heads * dim}
         self.q_gate = (
             Linear(
-                hidden,
+                read,
                 gate,
                 dtype,
                 planners,
