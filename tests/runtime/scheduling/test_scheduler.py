@@ -431,3 +431,22 @@ def test_min_tokens_bans_stops_for_exactly_that_many_tokens_also_after_a_preempt
     scheduler.preempt_all()
     bans = [[row.bans for row in step(scheduler).rows] for _ in range(4)]
     assert bans == [[0], [1], [0], [0]]  # 7 tokens in two chunks; the last makes token 3
+
+
+def test_steps_take_turns_in_their_rows():
+    """So the next step needs no token of the one that is in flight."""
+    scheduler = make(num_turns=2, max_num_batched_tokens=16)
+    for name in ("a", "b", "c"):
+        add(scheduler, name)
+    step(scheduler)  # all enter together, in the slots 0, 1 and 2
+    one, other = dispatch(scheduler), dispatch(scheduler)
+    assert [shape(plan) for plan in (one, other)] == [[("a", 3, 1), ("c", 3, 1)], [("b", 3, 1)]]
+    commit(scheduler, one)
+    assert shape(dispatch(scheduler)) == [("a", 4, 1), ("c", 4, 1)]
+
+
+def test_a_turn_without_rows_is_left_out():
+    scheduler = make(num_turns=2, max_num_batched_tokens=4)
+    add_prompt(scheduler, "a", 10)
+    plans = [dispatch(scheduler) for _ in range(4)]
+    assert [shape(plan) for plan in plans] == [[("a", 0, 4)], [("a", 4, 4)], [("a", 8, 2)], [("a", 10, 1)]]

@@ -9,6 +9,7 @@ length, cached or not, whatever other requests there are.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, fields
@@ -19,12 +20,12 @@ from hypothesis import strategies as st
 
 from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
 from penstock.runtime.requests.sampling import ResolvedSampling
-from penstock.runtime.scheduling.plan import PlanRow, drafted_tokens
+from penstock.runtime.scheduling.plan import Plan, PlanRow, drafted_tokens
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota
 from tests.support.scheduler.proposing import Guesses, lies
-from tests.support.scheduler.traffic import Traffic
+from tests.support.scheduler.traffic import Tracked, Traffic
 
 
 def random_pages(rng: random.Random) -> int:
@@ -296,3 +297,36 @@ def test_random_traffic(seed, num_events, speculates):
     prefill_budget, apart_steps = rng.choice([None, rng.randint(1, 4)]), rng.choice([0, rng.randint(1, 12)])
     traffic.end(rng.randint(0, 1), rng.choice([1, 8]), prefill_budget, apart_steps)
     assert proposer is None or len(proposer.ended_ids) == traffic.arrivals
+
+
+class InTurns(Traffic):
+    """Traffic whose steps take turns, so that a step serves the decodes of one turn only."""
+
+    def check_fairness(self, plan: Plan, admit: bool, running: list[Tracked]) -> None:
+        entered = {request.request_id for _, request in plan.new_requests}
+        turns = {row.slot % self.config.num_turns for row in plan.rows if row.request_id not in entered}
+        assert len(turns) <= 1
+
+    def check_turn(self, plan: Plan, apart_steps: int) -> None:
+        """Rows under a constraint have no steps of their own, because there are no windows."""
+        assert not plan.apart
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 60), num_turns=st.integers(2, 3))
+def test_random_traffic_in_turns(seed, num_events, num_turns):
+    """As `test_random_traffic`, where steps take turns in their rows, and have no windows."""
+    rng = random.Random(seed)
+    config = dataclasses.replace(random_config(rng), num_turns=num_turns)
+    note(repr(config))
+    traffic = InTurns(config)
+    for _ in range(num_events):
+        event = without_windows(draw_event(traffic, rng))
+        note(str(event))
+        apply(event, traffic)
+        traffic.accounts_agree()
+    traffic.end(rng.randint(0, 1), 1, rng.choice([None, rng.randint(1, 4)]), 0)
+
+
+def without_windows(event: Event) -> Event:
+    return dataclasses.replace(event, limits=(1, event.limits[1], 0))

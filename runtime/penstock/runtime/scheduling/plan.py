@@ -235,6 +235,9 @@ class Draft:
     all rows step together."""
     num_steps: int = 1
     """Decode steps of the plan."""
+    turn: int | None = None
+    """Only the running sequences of this turn have a row (`SchedulerConfig.num_turns`), beside those that
+    enter; None: all have."""
     single_rows: bool | None = None
     """True: only rows that never take part in windows do; False: only the other rows do; None: all do."""
     proposed: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)

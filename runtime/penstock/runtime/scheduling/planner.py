@@ -199,7 +199,7 @@ class Planner:
         rows, sampling, preempted = draft.rows, draft.sampling, draft.preempted
         num_steps, single, proposed = draft.num_steps, draft.single_rows, draft.proposed
         prefills: list[Sequence] = []
-        for seq in self._roster.running[:]:
+        for seq in self._in_turn(draft.turn):
             if preempted and seq.status is not _RUNNING:
                 continue
             if seq.sits_out:
@@ -228,3 +228,10 @@ class Planner:
             seq.num_computed = start + count
             seq.pending += count
         return prefills
+
+    def _in_turn(self, turn: int | None) -> list[Sequence]:
+        """Return the running sequences that may have a row in this turn."""
+        running = self._roster.running
+        if turn is None:
+            return running[:]
+        return [seq for seq in running if seq.slot is not None and seq.slot % self._config.num_turns == turn]

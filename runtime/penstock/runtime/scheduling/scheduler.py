@@ -452,6 +452,7 @@ class Scheduler:
         self._weights_generation = 0
         self._next_order = 0
         self._next_step = 0
+        self._turn = 0  # that of the last plan
 
     # -- new requests --
 
@@ -523,22 +524,36 @@ class Scheduler:
         self.roster.preempted.clear()
         if self._awaits_commit():
             return None
+        preempted: list[str] = []  # also by turns that have no row then
         while True:
-            draft = Draft(
-                in_flight=bool(self._commits),
-                admit=admit,
-                now_ns=now_ns,
-                prefill_budget=prefill_budget,
-                max_chunk=self._max_chunk,
-                apart_steps=apart_steps,
-            )
-            self._planner.make(draft, max_steps)
-            if draft.rows:
-                break
-            if not draft.sat_out:
+            sat_out: list[Sequence] = []
+            for turn in self._next_turns():
+                draft = Draft(
+                    in_flight=bool(self._commits),
+                    admit=admit,
+                    now_ns=now_ns,
+                    prefill_budget=prefill_budget,
+                    max_chunk=self._max_chunk,
+                    apart_steps=apart_steps,
+                    turn=turn,
+                    preempted=preempted,
+                )
+                self._planner.make(draft, max_steps)
+                if draft.rows:
+                    return self._planned(draft)
+                sat_out += draft.sat_out
+            if not sat_out:
                 return None
-            for seq in draft.sat_out:  # no other sequence has anything to do
+            for seq in sat_out:  # no other sequence has anything to do
                 seq.sits_out = 0
+
+    def _next_turns(self) -> Iterable[int | None]:
+        """Return the turns from the next one on, each once; None alone where steps take no turns."""
+        count = self.config.num_turns
+        return (None,) if count == 1 else ((self._turn + ahead) % count for ahead in range(1, count + 1))
+
+    def _planned(self, draft: Draft) -> Plan:
+        self._turn = draft.turn or 0
         plan = draft.plan(self._next_step)
         self._next_step += 1
         self._commits.expect(plan.step_id, draft, self._weights_generation)

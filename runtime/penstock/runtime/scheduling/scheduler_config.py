@@ -85,6 +85,9 @@ class SchedulerConfig:
     """Most tokens that are proposed for a sequence in a step, see `proposals`; 0: none are."""
     max_rows: int | None = None
     """Most rows of a step, where each proposed token counts as one; None: max_num_seqs."""
+    num_turns: int = 1
+    """How many turns there are: slot s belongs to turn s % num_turns, and a step has the rows of one turn, so
+    that the next step depends on no token of it. A turn without rows is left out. 1: a step has all rows."""
     vocab_size: int = 2**31
     """Proposed tokens are below this."""
     drafted_tokens: int = 0
@@ -98,6 +101,7 @@ class SchedulerConfig:
             "page_size": 1,
             "num_pages": 1,
             "max_queued_requests": 1,
+            "num_turns": 1,
         }
         values = {name: getattr(self, name) for name in least}
         bad = [
