@@ -5,6 +5,7 @@ JAX reads its settings from the environment when it is first imported, so tests 
 - PENSTOCK_TEST_PLATFORM=cuda runs the suite, and the tests marked `gpu`, on a GPU; the default is the CPU.
 - PENSTOCK_TEST_DEVICES=2 makes so many devices of the CPU, over which goldens are cut. With
   PENSTOCK_TEST_DEALT_PAGES=1 the pages of caches are dealt over them, which only latent attention allows.
+- PENSTOCK_TEST_STAGES=2 cuts the layers of goldens into so many stages, each with devices of its own.
 - PENSTOCK_TEST_XLA=users compiles all programs as users compile them. The default, `quick`, compiles them as
   tests/support/suite/quick_xla.py says, except in files that are marked `users_xla` or drawn.
 - `--draw NUMBER` and `--touched REVISION` choose tests of the sweep: see tests/support/suite/drawing.py.
@@ -33,7 +34,9 @@ ROOT = Path(__file__).parents[1]
 GOLDENS = frozenset(path.parent.name for path in (ROOT / "tests" / "golden").glob("*/config.json"))
 
 os.environ["JAX_PLATFORMS"] = PLATFORM
-os.environ["JAX_NUM_CPU_DEVICES"] = os.environ.get("PENSTOCK_TEST_DEVICES", "1")
+os.environ["JAX_NUM_CPU_DEVICES"] = str(
+    int(os.environ.get("PENSTOCK_TEST_DEVICES", "1")) * int(os.environ.get("PENSTOCK_TEST_STAGES", "1"))
+)
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.update(quick_xla.environment(users=USERS_XLA))

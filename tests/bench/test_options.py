@@ -40,6 +40,7 @@ OTHERS = {
     "quantization": "int8",
     "kv_cache_dtype": "int8",
     "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 1,  # others do not go with some of these
     "expert_parallel": True,
     "context_parallel": True,
     "native": "require",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.runtime import EngineConfig
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.cutting import cut_for
+from penstock.runtime.models.stages import largest_groups, stages_of
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.witness import log_softmax
 
@@ -147,6 +148,7 @@ RUNS = {"gemma3_vl": 5}
 CONFIG = EngineConfig(
     dtype="float32",
     tensor_parallel_size=int(os.environ.get("PENSTOCK_TEST_DEVICES", "1")),
+    pipeline_parallel_size=int(os.environ.get("PENSTOCK_TEST_STAGES", "1")),
     context_parallel=os.environ.get("PENSTOCK_TEST_DEALT_PAGES") == "1",
     max_num_seqs=4,
     max_num_batched_tokens=128,
@@ -167,14 +169,17 @@ def small_config(
     goldens takes minutes, so tests that ask for the same pages of a golden share its compiled programs.
     """
     config = cut_for(load_config(GOLDEN / name), CONFIG, CONFIG.tensor_parallel_size or 1)
-    cache, num_slots = config.cache, CONFIG.max_num_seqs or 0
-    pages = -(-cached_tokens // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
-    snapshots = num_slots if cache.has_state else 0
+    stages, num_slots = stages_of(config, CONFIG.pipeline_parallel_size), CONFIG.max_num_seqs or 0
+    caches = [stage.cache for stage in stages] or [config.cache]
+    groups = largest_groups(caches, page_size, np.dtype(np.float32))
+    pages = -(-cached_tokens // page_size) * sum(group.page_bytes for group in groups)
+    snapshots = num_slots if config.cache.has_state else 0
+    state = max(cache.state_bytes(num_slots, snapshots) for cache in caches)
     return dataclasses.replace(
         CONFIG,
         page_size=page_size,
         state_snapshots=snapshots,
-        kv_cache_bytes=pages + cache.state_bytes(num_slots, snapshots),
+        kv_cache_bytes=pages + state,
     )
 
 

@@ -30,6 +30,7 @@ from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.device_state import DeviceState, peak_temp_bytes
 from penstock.runtime.execution.images import encode_buckets
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
+from penstock.runtime.execution.pipeline import NUM_TURNS, PipelineRunner
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.following.interface import DispatchLog
@@ -49,6 +50,7 @@ from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.model_info import ModelInfo
+from penstock.runtime.models.stages import largest_groups
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.drafting import Drafting
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
@@ -115,11 +117,14 @@ def build(
     check_adapters(model, config)
     _check_draft(model, config, log_of_calls)
     use_compilation_cache(config.compilation_cache)
-    groups = model.whole_cache.groups(config.page_size, shapes.kv_dtype)
+    groups = largest_groups(model.caches, config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
     parts = (model.graphdef, model.weights, model.cache, shapes, backend)
-    if log_of_calls is None:
+    runner: ModelRunner
+    if model.stages:
+        runner = PipelineRunner(*parts, model.stages)
+    elif log_of_calls is None:
         runner = ModelRunner(*parts, model.draft)
     else:
         runner = LeadingRunner(*parts, log_of_calls)
@@ -148,7 +153,7 @@ def build(
             reads_whole=_reads_whole(model),
         ),
         kv_cache_bytes=(
-            cache.state_bytes(config.max_num_seqs, kv.num_snapshots)
+            max(each.state_bytes(config.max_num_seqs, kv.num_snapshots) for each in model.caches)
             + sum(pages * group.page_bytes for pages, group in zip(kv.num_pages, groups, strict=True))
         )
         or None,  # an encoder has none
@@ -171,7 +176,7 @@ def build(
             directory=model.directory,
             num_pages=sum(kv.num_pages),
             page_size=config.page_size,
-            devices=tuple(f"{d.platform}:{d.id} {d.device_kind}" for d in backend.mesh.devices.flat),
+            devices=tuple(f"{d.platform}:{d.id} {d.device_kind}" for d in backend.devices),
             images=None if images is None else images.limits,
             hidden_size=model.hidden_size,
             pooling=model.pooling,
@@ -205,13 +210,13 @@ def kv_plan(
     model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, *, device_bytes: int | None
 ) -> KVPlan:
     """Tell how large the cache is, see `plan_kv`."""
-    cache = model.cache
+    caches = model.caches
     return plan_kv(
         config,
         model_max_len=model.max_model_len,
-        groups=model.whole_cache.groups(config.page_size, shapes.kv_dtype),
-        state_bytes=cache.slot_bytes * config.max_num_seqs,
-        snapshot_bytes=cache.snapshot_bytes,
+        groups=largest_groups(caches, config.page_size, shapes.kv_dtype),
+        state_bytes=max(cache.slot_bytes for cache in caches) * config.max_num_seqs,
+        snapshot_bytes=max(cache.snapshot_bytes for cache in caches),
         tokens_per_row=model.tokens_per_row,
         device_bytes=device_bytes,
     )
@@ -314,6 +319,7 @@ def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Bu
         token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
         row_growth=backend.row_growth,
         max_window=config.max_decode_steps if backend.fixed_windows else None,
+        has_windows=not model.stages,
         decodes=model.reader is None,
         most_rows=config.most_rows,
     )
@@ -356,6 +362,11 @@ def _free_bytes(
     """
     if config.kv_cache_bytes is not None or backend.memory() is None:
         return None
+    if model.stages:
+        raise ConfigError(
+            "kv_cache_bytes: must be given where pipeline_parallel_size is above 1, because the memory that "
+            "is left on the devices of the stages differs"
+        )
     probe = DeviceState(model.graphdef, model.weights, model.cache, shapes, backend, model.draft)
     peak_bytes = peak_temp_bytes(probe.builder((_PROBE_PAGES,) * len(model.cache.windows)))
     memory = backend.memory()  # while the probe holds the arrays for sampling that the runner will hold too
@@ -465,6 +476,7 @@ def _scheduler_config(
         vocab_size=model.vocab_size,
         drafted_tokens=_drafted_tokens(config),
         max_adapters=config.max_adapters,
+        num_turns=NUM_TURNS if model.stages else 1,
     )
 
 
@@ -532,7 +544,7 @@ def _build_info(parts: EngineParts) -> BuildInfo:
 
 
 def _memory(parts: EngineParts) -> dict[str, int]:
-    device, size = parts.runner.device, parts.backend.mesh.size
+    device, size = parts.runner.device, len(parts.backend.devices)
     found = {"weights": device.weights_bytes // size, "kv_cache": device.cache_bytes // size}
     resident, memory = resident_bytes(), parts.backend.memory()
     if resident is not None:

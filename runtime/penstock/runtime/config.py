@@ -105,6 +105,9 @@ class EngineConfig:
     """Over how many devices the model is cut, so that each has a part of the weights and of the cache. None:
     as many as there are and the model can be cut over, on a CPU one. A CPU's devices are made by the engine,
     so load it before other code computes with JAX."""
+    pipeline_parallel_size: int = 1
+    """Into how many stages the layers of the model are cut, each with `tensor_parallel_size` devices of its
+    own. A step passes from stage to stage, while another step is in the stage that it has left."""
     expert_parallel: bool = False
     """Whether the experts of a mixture stay whole, so that each device has some of them. Else each device has
     a part of every expert."""
@@ -172,7 +175,8 @@ class EngineConfig:
     overlap: bool = True
     """Whether a step is dispatched before the tokens of the step before it are read."""
     max_decode_steps: int = 8
-    """Most decode steps in one dispatch while no request could enter; 1: always one step per dispatch."""
+    """Most decode steps in one dispatch while no request could enter; 1: always one step per dispatch, as it
+    is with `pipeline_parallel_size` above 1."""
     decode_window_s: float = 0.02
     """Seconds that a window of decode steps should take at most. If eight steps or more fit, rows under a
     constraint have steps of their own between windows, at most one within this time."""
@@ -253,6 +257,10 @@ class EngineConfig:
             bad.append(
                 f"tensor_parallel_size: must be from 1 to {MOST_DEVICES}, not {self.tensor_parallel_size}"
             )
+        if not 1 <= self.pipeline_parallel_size <= MOST_DEVICES:
+            bad.append(
+                f"pipeline_parallel_size: must be from 1 to {MOST_DEVICES}, not {self.pipeline_parallel_size}"
+            )
         if self.threads is not None and not 1 <= self.threads <= 4096:
             bad.append(f"threads: must be from 1 to 4096, not {self.threads}")
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -299,6 +307,7 @@ class EngineConfig:
                 f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}"
             )
         bad += _image_problems(self) + _adapter_problems(self) + _draft_problems(self)
+        bad += _pipeline_problems(self)
         try:
             override_defaults(GenerationDefaults(), self.generation_config or {})
         except ConfigError as error:
@@ -332,6 +341,22 @@ def _draft_problems(config: EngineConfig) -> list[str]:
         if config.draft_model or config.speculation != "draft"
         else ['speculation: "draft" needs a draft_model']
     )
+
+
+def _pipeline_problems(config: EngineConfig) -> list[str]:
+    if config.pipeline_parallel_size == 1:
+        return []
+    beside = {
+        "tensor_parallel_size": ("a number", config.tensor_parallel_size is not None),
+        "speculation": ("off", config.speculation == "off"),
+        "max_adapters": ("0", config.max_adapters == 0),
+        "compiled": ("left out", config.compiled is None),
+    }
+    return [
+        f"{name}: must be {what} where pipeline_parallel_size is above 1"
+        for name, (what, is_so) in beside.items()
+        if not is_so
+    ]
 
 
 def _image_problems(config: EngineConfig) -> list[str]:
@@ -396,6 +421,8 @@ def resolve(
         "max_image_tokens": image_tokens,
         "media_pool_tokens": config.media_pool_tokens or POOLED_IMAGES * image_tokens,
         "feature_slots": min(num_seqs, config.feature_slots or feature_slots),
+        # A window of decode steps is one program, and stages have one each.
+        "max_decode_steps": 1 if config.pipeline_parallel_size > 1 else config.max_decode_steps,
         "max_proposed_tokens": None
         if config.speculation == "off"
         else config.max_proposed_tokens or DEFAULT_PROPOSED_TOKENS,

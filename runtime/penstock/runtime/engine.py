@@ -287,7 +287,8 @@ class Engine(EngineCore):
         if config.compiled is not None:
             compiled_set.check(config.compiled)
         if lead is None:
-            devices = start_backends(threads, config.tensor_parallel_size or 1)
+            size = (config.tensor_parallel_size or 1) * config.pipeline_parallel_size
+            devices = start_backends(threads, size)
             config = with_mesh_size(config, model, devices)
         else:
             devices = joined(model, config, lead.options, lead.log.meet)

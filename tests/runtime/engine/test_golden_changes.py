@@ -1,6 +1,6 @@
 """What changes between steps, with a real decoder: after a pause that moved its weights away, and after
 updates in host memory or on the device, its tokens are PyTorch's. `tests/runtime/mesh` runs this on two
-devices.
+devices, and in two stages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def engine() -> Iterator[Engine]:
     engine = Engine.from_pretrained(str(CHECKPOINT), small_config("qwen3"))
     device = engine.runner.device
     # The CPU stands in for an accelerator whose weights can be moved to host memory.
-    device._backend = dataclasses.replace(device._backend, host_memory="pinned_host")
+    for state in (*getattr(device, "before", ()), device):  # of all stages
+        state._backend = dataclasses.replace(state._backend, host_memory="pinned_host")
     engine.start()
     yield engine
     assert engine.compiles_after_warmup == 0

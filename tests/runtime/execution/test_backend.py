@@ -233,3 +233,13 @@ def test_a_model_is_cut_over_as_many_devices_as_the_operator_says() -> None:
     assert [most_devices(devices), most_devices([CPU, CPU])] == [4, 1]
     with pytest.raises(ConfigError, match="tensor_parallel_size: 8 devices are needed, and 4 are here"):
         choose_backend(EngineConfig(tensor_parallel_size=8), *devices)
+
+
+def test_each_stage_has_devices_of_its_own() -> None:
+    devices = jax.devices("cpu")
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: 4 devices are needed, and 3 are here"):
+        choose_backend(
+            EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
+            *cast("Any", [Accelerator(None, platform="tpu") for _ in range(3)]),
+        )
+    assert choose_backend(EngineConfig(), *devices).devices == devices[:1]

@@ -190,7 +190,15 @@ def test_one_program_for_windows_of_any_length() -> None:
     assert selected == {ProgramKey(16, 16, True, True)}
 
 
-@pytest.mark.parametrize("steps", [(), (2, 4), (1, 1), (1, 4, 2)])
+def test_there_may_be_no_windows() -> None:
+    buckets = Buckets.default(8, 64, has_windows=False)
+    assert not buckets.has_windows
+    assert Buckets.default(8, 64).has_windows
+    assert not any(key.window for key in buckets.keys())  # noqa: SIM118 # no mapping
+    assert buckets.select(3, 3).decode_only
+
+
+@pytest.mark.parametrize("steps", [(2, 4), (1, 1), (1, 4, 2)])
 def test_lengths_of_windows_are_checked(steps: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="window_steps"):
         Buckets((16,), (4,), steps)

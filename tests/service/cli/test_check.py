@@ -354,6 +354,27 @@ def test_a_config_alone_says_what_each_device_holds(
     assert "by its config.json alone" in run(str(file), *options)[1]
 
 
+def test_stages_hold_their_own_layers(run: Run, tmp_path: Path) -> None:
+    """Of 80 layers each stage has 40, and all norms; and one has the embeddings, the other the head."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_70B))
+    options = [str(file), "--native", "off", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    facts = json.loads(run(*options, "--json")[1])
+    norms = 161 * 8192
+    of_each = (llama_70b_on_each_of(2) - norms) // 2 + norms
+    assert [stage["weight_bytes"] for stage in facts["stages"]] == [2 * of_each] * 2
+    assert facts["weight_bytes"] == 4 * of_each
+    assert [stage["layers"] for stage in facts["stages"]] == [[0, 40], [40, 80]]
+    assert [stage["kv_bytes_per_page"] for stage in facts["stages"]] == [2 * 2621440] * 2
+    lines = run(*options)[1].splitlines()
+    assert [
+        line.split(":")[0].split()[-4:] for line in lines if "layers 0 to" in line or "40 to" in line
+    ] == [
+        ["layers", "0", "to", "39"],
+        ["layers", "40", "to", "79"],
+    ]
+
+
 @pytest.mark.ci
 def test_dealt_pages_take_their_share_on_each_device(run: Run, tmp_path: Path) -> None:
     """Of 61 layers with 576 numbers of 2 bytes for each of 64 tokens, an eighth."""

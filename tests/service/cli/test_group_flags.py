@@ -132,6 +132,11 @@ def test_devices_that_processes_cannot_share(size: int | None) -> None:
         check_options(EngineConfig(tensor_parallel_size=size), TWO)
 
 
+def test_stages_are_in_one_process() -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: must be 1 with processes"):
+        check_options(EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2), TWO)
+
+
 def test_each_process_gives_its_share_in_the_order_of_the_processes() -> None:
     """A host may have more devices than its share."""
 

@@ -440,6 +440,8 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     )
     assert serve_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
     assert not serve_flags.engine_config(parse("demo", "--no-overlap")).overlap
+    in_stages = serve_flags.engine_config(parse("demo", "--pipeline-parallel-size", "3"))
+    assert in_stages.pipeline_parallel_size == 3
     assert serve_flags.engine_config(parse("demo")).metrics
     assert not serve_flags.engine_config(parse("demo", "--no-metrics")).metrics
 

@@ -16,7 +16,7 @@ from unittest import mock
 import jax
 import jax.ffi
 
-from penstock.runtime.execution.program_set import ProgramBuilder, Programs
+from penstock.runtime.execution.program_set import ProgramBuilder, Programs, StagePrograms
 
 MOST_KEPT = 24
 """Sets of programs that are kept. Those that were used longest ago go first."""
@@ -42,6 +42,7 @@ def compiled_for(builder: ProgramBuilder) -> Hashable:
         _shapes((builder.weights, builder.state, builder.kv, builder.pool, builder.draft_weights)),
         None if builder.draft is None else (builder.draft.graphdef, builder.draft.cache, device._draft_tree),
         builder.cache,
+        builder.stage,
         builder.num_pages,
         builder.backend,
         builder.sharding,
@@ -77,5 +78,13 @@ def shared_programs() -> Iterator[None]:
             del _kept[next(iter(_kept))]
         return programs
 
-    with mock.patch.object(ProgramBuilder, "compile_all", shared):
+    compile_stage = ProgramBuilder.compile_stage
+
+    def stage_without_files(builder: ProgramBuilder) -> StagePrograms:
+        return compile_stage(_without_files(builder))
+
+    with (
+        mock.patch.object(ProgramBuilder, "compile_all", shared),
+        mock.patch.object(ProgramBuilder, "compile_stage", stage_without_files),
+    ):
         yield

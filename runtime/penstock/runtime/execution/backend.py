@@ -94,7 +94,10 @@ class Backend:
     """Made by `choose_backend`. The fields' defaults are those of plain XLA on an accelerator."""
 
     mesh: Mesh
-    """The devices over which the model is cut (`cutting`), along the axis `AXIS`."""
+    """The devices over which the model is cut (`cutting`), along the axis `AXIS`. Where its layers are cut
+    into stages, those of the first one."""
+    stages: tuple[Mesh, ...] = ()
+    """The devices of each stage, of a model whose layers are cut into stages; () for one that is not."""
     attention: AttentionOp = _LONG_ATTENTION
     attends_batch_invariantly: AttentionTest = _never
     """Whether the bits that `attention` gives a token depend on its own row alone."""
@@ -145,6 +148,15 @@ class Backend:
         """JAX's name of the platform, such as "cpu", for those who report it. Decisions are made here."""
         return str(self.mesh.devices.flat[0].platform)
 
+    @property
+    def devices(self) -> list[jax.Device]:
+        """All devices, those of the first stage first."""
+        return [device for mesh in self.stages or (self.mesh,) for device in mesh.devices.flat]
+
+    def of_stage(self, number: int) -> Backend:
+        """Return the same on the devices of one stage alone."""
+        return replace(self, mesh=self.stages[number], stages=())
+
     def device_facts(self) -> dict[str, str]:
         """Tell what is known of the devices that programs depend on, whether they are here or not. The name
         of a GPU is not among it: XLA gives one that is not here the name that it was told.
@@ -173,21 +185,25 @@ class Backend:
 
 def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMemory | None = None) -> Backend:
     """Choose the backend of an engine on the first of these devices: as many as `tensor_parallel_size` says,
-    or one. This also limits the native kernels to the engine's threads. `memory` is that of accelerators that
-    are not there, for which programs are compiled all the same; others tell it themselves.
+    or one, for each stage. This also limits the native kernels to the engine's threads. `memory` is that of
+    accelerators that are not there, for which programs are compiled all the same; others tell it themselves.
 
     Raises ConfigError if there are too few devices, and if the native kernels are required and cannot be
     used.
     """
-    size = config.tensor_parallel_size or 1
-    if size > len(devices):
+    size, num_stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size
+    if size * num_stages > len(devices):
+        by = "tensor_parallel_size" if num_stages == 1 else "pipeline_parallel_size"
         raise ConfigError(
-            f"tensor_parallel_size: {size} devices are needed, and {len(devices)} are here; lower it, or "
+            f"{by}: {size * num_stages} devices are needed, and {len(devices)} are here; lower it, or "
             "start the engine before other code uses JAX, because JAX makes a CPU's devices only once"
         )
     if config.context_parallel and config.native == "require":
         raise ConfigError("native: require does not go with context_parallel, whose attention XLA computes")
     found = _of_platform(config, devices[:size], memory)
+    if num_stages > 1:
+        begins = range(0, size * num_stages, size)
+        found = replace(found, stages=tuple(mesh_of(devices[i : i + size]) for i in begins))
     return _with_dealt_pages(found) if config.context_parallel else found
 
 

@@ -68,7 +68,8 @@ class Buckets:
     token_buckets: tuple[int, ...]
     row_buckets: tuple[int, ...]
     window_steps: tuple[int, ...] = (0,)
-    """Lengths of windows, each of which has a program; (0,): one program for any length."""
+    """Lengths of windows, each of which has a program; (0,): one program for any length; (): there are no
+    windows."""
     decodes: bool = True
     """Whether there are decode steps. The programs of a model that generates nothing are those of prompts."""
     checked_rows: tuple[int, ...] = ()
@@ -85,8 +86,8 @@ class Buckets:
                 raise ConfigError(f"{name} must ascend without repeats, not {sizes}")
         if any(a >= b for a, b in pairwise((self.row_buckets[-1], *self.checked_rows))):
             raise ConfigError(f"checked_rows must ascend from row_buckets on, not {self.checked_rows}")
-        if self.window_steps != (0,) and (not self.window_steps or self.window_steps[0] != 1):
-            raise ConfigError(f"window_steps must begin with 1, or be (0,), not {self.window_steps}")
+        if self.window_steps[:1] not in ((), (1,)) and self.window_steps != (0,):
+            raise ConfigError(f"window_steps must begin with 1, or be (0,) or (), not {self.window_steps}")
         if any(a >= b for a, b in pairwise(self.window_steps)):
             raise ConfigError(f"window_steps must ascend without repeats, not {self.window_steps}")
         if self.token_buckets[-1] < self.row_buckets[-1]:
@@ -94,6 +95,11 @@ class Buckets:
                 f"token_buckets end in {self.token_buckets[-1]} and row_buckets in {self.row_buckets[-1]}; "
                 "the former must not be less, because a step needs one token for every row"
             )
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether there are windows of decode steps."""
+        return self.decodes and bool(self.window_steps)
 
     @property
     def decode_rows(self) -> tuple[int, ...]:
@@ -109,12 +115,14 @@ class Buckets:
         token_growth: int = TOKEN_GROWTH,
         row_growth: int = CPU_ROW_GROWTH,
         max_window: int | None = None,
+        has_windows: bool = True,
         decodes: bool = True,
         most_rows: int | None = None,
     ) -> Buckets:
         """Choose row buckets from 4 up to max_num_seqs, each `row_growth` times the one before; token buckets
         from 16 up to max_num_batched_tokens, each `token_growth` times the one before; with `max_window`,
-        windows of 1, 2, 4 `most_rows`: the most rows of a step with proposed tokens; None: max_num_seqs.
+        windows of 1, 2, 4 and so on steps, and without `has_windows` none. `most_rows`: the most rows of a
+        step with proposed tokens; None: max_num_seqs.
 
         Neither kind ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
         """
@@ -131,7 +139,11 @@ class Buckets:
             token_buckets=geometric(FIRST_TOKEN_BUCKET, token_growth, most_tokens),
             row_buckets=geometric(MIN_BUCKET, row_growth, most_seqs) if decodes else (most_seqs,),
             checked_rows=geometric(most_seqs, row_growth, checked)[1:] if checked > most_seqs else (),
-            window_steps=(0,) if max_window is None else geometric(1, WINDOW_GROWTH, max_window),
+            window_steps=()
+            if not has_windows
+            else (0,)
+            if max_window is None
+            else geometric(1, WINDOW_GROWTH, max_window),
             decodes=decodes,
         )
 

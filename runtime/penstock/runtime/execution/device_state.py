@@ -25,6 +25,7 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import AdapterPool, Draft, Follower, Heads, KVCache, Weights
 from penstock.runtime.models.eagle import HeadOfTarget
 from penstock.runtime.models.load_rules import ParamPath
+from penstock.runtime.models.stages import Stage
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_own, zeros, zeros_maker
 from penstock.runtime.ops.sampler import RowState
@@ -43,10 +44,14 @@ class DeviceState:
         config: RunnerConfig,
         backend: Backend,
         draft: DraftModel | None = None,
+        *,
+        stage: Stage | None = None,
     ) -> None:
         """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split).
-        `draft`: what guesses what this model makes; None: there is nothing.
+        `draft`: what guesses what this model makes; None: there is nothing. `stage`: the stage of the model
+        that this is the state of, with None in `weights` for the leaves of others; None: the whole model.
         """
+        self._stage = stage
         leaves, self._weights_tree = jax.tree.flatten(weights)
         self.leaves: Weights = tuple(leaves)
         """The weights as programs take them."""
@@ -56,7 +61,8 @@ class DeviceState:
         """The draft's weights, which no update changes; () without a draft, and with heads, whose weights are
         among the model's."""
         self._draft_homes = [leaf.sharding for leaf in drafted]
-        self._paths: list[ParamPath] = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
+        self.paths = tuple(path for path, leaf in flat_leaves(weights) if leaf is not None)
+        """The places of the leaves in the model's state."""
         self.sharding = NamedSharding(backend.mesh, WHOLE)
         """Where whatever programs are given lies, except for weights and cache: all devices have it."""
         self.num_pages: tuple[int, ...] = ()
@@ -82,7 +88,7 @@ class DeviceState:
     @property
     def leaves_by_path(self) -> dict[ParamPath, jax.Array]:
         """The leaves that serve now, by their places in the model's state."""
-        return dict(zip(self._paths, self.leaves, strict=True))
+        return dict(zip(self.paths, self.leaves, strict=True))
 
     def place(self, path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
         """Put a host array where the leaf at this path lies now; it has what the devices of this process
@@ -97,7 +103,11 @@ class DeviceState:
 
         This is checked before anything changes: on ConfigError the old leaves serve on.
         """
-        leaves = self.leaves_by_path
+        self.leaves = self.leaves_with(new)
+
+    def leaves_with(self, new: Mapping[ParamPath, jax.Array | npt.NDArray[Any]]) -> Weights:
+        """Return the leaves that serve after `replace_leaves`, which raises what this does."""
+        leaves = dict(zip(self.paths, self.leaves, strict=True))
         for path, after in new.items():
             if path not in leaves:
                 raise ConfigError(f"{path} is no leaf of the model")
@@ -112,7 +122,7 @@ class DeviceState:
             if not isinstance(after, jax.Array) or after.sharding != sharding:
                 after = jax.device_put(after, sharding)
             leaves[path] = after
-        self.leaves = tuple(leaves.values())
+        return tuple(leaves.values())
 
     def offload_weights(self) -> int:
         """Move the weights to host memory until `restore_weights`. Returns how many bytes of the device are
@@ -239,6 +249,7 @@ class DeviceState:
             draft=self._draft,
             draft_weights=self.draft_leaves,
             rebuild_follower=None if self._draft is None else partial(self._follower, self._draft),
+            stage=self._stage,
         )
 
     def _follower(self, draft: DraftModel, leaves: Weights, of_draft: Weights) -> Follower:
@@ -284,6 +295,13 @@ def follower_of(draft: DraftModel, target: Any, model: Any, dtype: jnp.dtype) ->
     if draft.taps:
         return Heads(HeadOfTarget(model, target), num_layers, dtype, draft.taps)
     return Draft(model, num_layers, num_groups=len(draft.cache.windows), vocab_size=draft.vocab_size)
+
+
+def flat_leaves(weights: Any) -> list[tuple[ParamPath, jax.Array | None]]:
+    """Return the leaves of a model's state with their paths, in the order in which JAX flattens it."""
+    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: leaf is None)
+    paths = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
+    return list(zip(paths, leaves, strict=True))
 
 
 def builder_of_shapes(

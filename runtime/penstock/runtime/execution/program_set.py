@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,21 +40,26 @@ from penstock.runtime.execution.step_programs import (
     AdapterPool,
     Forward,
     KVCache,
+    OfStage,
     Rebuild,
     RebuildFollower,
+    StagedModel,
     StepShapes,
     Weights,
     make_checked_choice,
     make_choice,
     make_forward,
     make_guesses,
+    make_stage,
     make_window,
 )
+from penstock.runtime.models.stages import Stage
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.requests.constraint import mask_words
 
 _FORWARD = Forward(kv=CUT, state=WHOLE, logits=WHOLE, hidden=WHOLE)  # type: ignore[arg-type]  # a prefix
+_OF_STAGE = OfStage(kv=CUT, state=WHOLE, passed=WHOLE)  # type: ignore[arg-type]  # a prefix
 
 
 Job = ProgramKey | int | str
@@ -87,6 +92,15 @@ class Programs:
     """Writes an adapter to its slot; None where there are no adapters."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrograms:
+    """The programs of a stage of a model that is not its last one; see `Programs`."""
+
+    steps: Mapping[ProgramKey, jax.stages.Compiled]
+    copy_pages: jax.stages.Compiled
+    table_rows: jax.stages.Compiled
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramBuilder:
     """Everything that programs are compiled for. `kv` holds the shapes of the cache with `num_pages` pages in
@@ -111,6 +125,10 @@ class ProgramBuilder:
     draft_weights: Weights = ()
     """() also where the model's own heads guess."""
     rebuild_follower: RebuildFollower | None = None
+    stage: Stage | None = None
+    """The stage of the model whose programs these are; None: its layers are not cut into stages."""
+    first: ProgramBuilder | None = None
+    """Of a further stage: what makes the programs of the first one, which passes what all others pass."""
 
     @property
     def largest(self) -> ProgramKey:
@@ -140,6 +158,22 @@ class ProgramBuilder:
             table_rows=made["table_rows"],
             encodes={size: made[f"encode {size}"] for size in patches},
             write_adapter=made.get("write_adapter"),
+        )
+
+    def compile_stage(self) -> StagePrograms:
+        """Do what `compile_all` does, for a stage that is not the last one."""
+        keys = self.config.buckets.keys()
+        made = self._made(
+            {
+                **{key: partial(self.forward, key) for key in keys},
+                "copy_pages": self.copy_pages,
+                "table_rows": self.table_rows,
+            }
+        )
+        return StagePrograms(
+            steps={key: made[key] for key in keys},
+            copy_pages=made["copy_pages"],
+            table_rows=made["table_rows"],
         )
 
     def jobs(self) -> dict[Job, Callable[[], jax.stages.Compiled]]:
@@ -207,7 +241,8 @@ class ProgramBuilder:
         devices = tuple((device.id, device.process_index) for device in self.backend.mesh.devices.flat)
         # JAX's cache is written by the first process of a group alone, so each has its own programs here.
         place = (self.sharding, devices, jax.process_index())
-        values = (config, self.graphdef, self.backend, self.cache, self.num_pages, place, self._drafted)
+        made_of = (self.graphdef, self.stage, self._drafted)
+        values = (config, made_of, self.backend, self.cache, self.num_pages, place)
         return program_store.key_of(values, self._arguments)
 
     def facts(self) -> compiled_set.Facts:
@@ -229,7 +264,36 @@ class ProgramBuilder:
         return jax.tree.leaves(given)
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
+        if self.stage is not None:
+            name = f"stage{self.stage.number}_{key.name}"
+            results = _FORWARD if self.stage.is_last else _OF_STAGE
+            return self._compiled(
+                self._of_stage(self.stage, key),
+                *self._stage_arguments(key),
+                donate=(1, 2),
+                name=name,
+                results=results,
+            )
         return self._compiled_forward(key, self._forward(key), key.name)
+
+    def _of_stage(self, stage: Stage, key: ProgramKey) -> Callable[..., OfStage | Forward]:
+        backend, rebuild = self.backend, cast("Callable[[Weights], StagedModel]", self.rebuild)
+        return make_stage(
+            rebuild, stage, self._layout(key), self._shapes, backend.attention, backend.recurrent
+        )
+
+    def _stage_arguments(self, key: ProgramKey) -> tuple[Any, ...]:
+        first, packed = self.first, self._ints(self._layout(key).size)
+        given: Any = self._ints(self.config.max_num_seqs)
+        if first is not None:
+            assert first.stage is not None, "the first stage is a stage"
+            arguments = first._stage_arguments(key)
+            program = on_mesh(
+                first._of_stage(first.stage, key), first.backend.mesh, specs_of(arguments), _OF_STAGE
+            )
+            passed = jax.eval_shape(program, *arguments).passed
+            given = jax.tree.map(lambda each: self._placed(each.shape, each.dtype), passed)
+        return self.weights, self.kv, self.state, packed, given
 
     def joined(self, rows: int) -> jax.stages.Compiled:
         """Compile the forward for so many rows of one token, of which several may have the same slot."""
@@ -428,10 +492,15 @@ class ProgramBuilder:
     def _hidden(self) -> jax.ShapeDtypeStruct:
         """Return the shape of `Forward.hidden`. The model is traced for it, so it is asked for once."""
         key = self.largest
-        packed = self._ints(self._layout(key).size)
-        others = (self.pool, self.adapters, self.draft_weights)
-        arguments = (self.weights, self.kv, self.state, packed, *others)
-        forward = on_mesh(self._forward(key), self.backend.mesh, specs_of(arguments), _FORWARD)
+        program: Callable[..., Any]
+        arguments: tuple[Any, ...]
+        if self.stage is not None:
+            program, arguments = self._of_stage(self.stage, key), self._stage_arguments(key)
+        else:
+            packed = self._ints(self._layout(key).size)
+            others = (self.pool, self.adapters, self.draft_weights)
+            program, arguments = self._forward(key), (self.weights, self.kv, self.state, packed, *others)
+        forward = on_mesh(program, self.backend.mesh, specs_of(arguments), _FORWARD)
         made = jax.eval_shape(forward, *arguments).hidden
         return self._placed(made.shape, made.dtype)
 

@@ -403,7 +403,7 @@ class ModelRunner:
         """
         self.config = config
         self.compiles_after_warmup = CompileCounter()
-        self.device = DeviceState(graphdef, weights, cache, config, backend, draft)
+        self.device = self._make_state(graphdef, weights, cache, config, backend, draft)
         """What the runner keeps on the device."""
         self._slots = Slots(config, len(cache.windows))
         filler = MaskFiller(mask_threads(config.threads))
@@ -453,6 +453,17 @@ class ModelRunner:
             raise ConfigError("nothing is compiled")
         return self._calls
 
+    def _make_state(
+        self,
+        graphdef: nnx.GraphDef[Any],
+        weights: Any,
+        cache: CacheSpec,
+        config: RunnerConfig,
+        backend: Backend,
+        draft: DraftModel | None,
+    ) -> DeviceState:
+        return DeviceState(graphdef, weights, cache, config, backend, draft)
+
     # -- memory --
 
     def free_kv_cache(self) -> int:
@@ -500,7 +511,7 @@ class ModelRunner:
         parts = hidden_rows.wanted(whole, slots)
         # A window program samples by itself and returns no hidden states, so a step that needs some cannot
         # use it.
-        can_window = whole.decode_only and self.config.buckets.decodes
+        can_window = whole.decode_only and self.config.buckets.has_windows
         window = can_window and not (constraints or targets or parts or further)
         if window and self.config.vision is not None:
             window = not needs_sections(whole, slots.request)

@@ -3,6 +3,7 @@
 - `make_forward`: input tokens through the model to logits. One program per bucket of tokens, and one per
   bucket of rows for steps of one token a row; for a model with state by slot one more per bucket of rows, for
   steps where tokens are proposed.
+- `make_stage`: the part of that which one stage of a model has whose layers are cut into stages.
 - `make_choice`: samples tokens from logits. One program per bucket of rows. It is separate from the forward
   so that the host can compute the masks of constraints while the device runs the model.
 - `make_checked_choice`: the same where tokens are proposed, which are checked too.
@@ -34,13 +35,15 @@ from penstock.runtime.execution.images import Pool, media_argument, media_of_row
 from penstock.runtime.execution.proposed_rows import BEFORE, GUESS, PLACE
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
 from penstock.runtime.models.layers.images import MediaInputs
+from penstock.runtime.models.layers.inputs import Passed
+from penstock.runtime.models.stages import Stage
 from penstock.runtime.ops.adapters import AdapterRows
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
 from penstock.runtime.ops.kv_rows import read_kv, write_kv
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.ops.sampler import RowState, Sampled, SamplerOp, report
 from penstock.runtime.ops.sampling_codes import PENALTIES
-from penstock.runtime.ops.state_copies import choose_copies
+from penstock.runtime.ops.state_copies import Copies, choose_copies
 from penstock.runtime.scheduling.plan import FIRST_DRAFTED
 
 KVCache = tuple[Any, ...]
@@ -79,6 +82,24 @@ class StepModel(Protocol):
         """Turn hidden states [R, E] -> the same after the final norm, which `logits` multiplies by the head,
         float32 [R, E]. A model with a classifier also has `classes`, see `CausalLM.classes`.
         """
+        ...
+
+
+class StagedModel(StepModel, Protocol):
+    """A model whose layers may be cut into stages."""
+
+    def stage(
+        self,
+        stage: Stage,
+        given: Array | Passed,
+        positions: Array,
+        kv: KVCache,
+        metas: tuple[AttentionMeta, ...],
+        *,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> tuple[Passed, KVCache]:
+        """See `CausalLM.stage`."""
         ...
 
 
@@ -425,27 +446,10 @@ def _run_model(
     window, `shifts`. With `joined` the model runs over these rows, and the results are those of the rows
     before.
     """
-    copies, q_lens, slots = None, batch.q_lens, batch.sampling.slots
     if joined is not None:
-        q_lens, slots, tokens = joined.q_lens, joined.slots, tokens[joined.order]
-    if held is not None:
-        snapshots = batch.snapshots and batch.snapshots.only_at(starts == batch.starts)
-        copies = choose_copies(held, slots, starts, q_lens, snapshots, shapes.num_snapshots)
-    meta = make_meta(
-        starts=starts,
-        q_lens=q_lens,
-        page_table=page_tables[0],
-        num_tokens=layout.key.tokens,
-        decode_only=layout.key.decode_only and joined is None,
-        page_size=shapes.page_size,
-        num_pages=shapes.num_pages[0],
-        state_from=None if copies is None else copies.read,
-        state_to=None if copies is None else copies.written,
-        state_cut=None if copies is None else copies.cut,
-        state_cut_to=None if copies is None else copies.cut_to,
-    )
-    others = zip(page_tables[1:], shapes.num_pages[1:], strict=True)
-    metas = (meta, *(with_pages(meta, table, shapes.page_size, num_pages) for table, num_pages in others))
+        tokens = tokens[joined.order]
+    metas, copies = _metas(layout, shapes, batch, page_tables, starts, held, joined)
+    meta = metas[0]
     if guesses is not None:
         tokens = jnp.where(tokens < FEEDBACK, _guessed(guesses[meta.token_rows], tokens), tokens)
     tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
@@ -472,6 +476,42 @@ def _run_model(
     if follower is not None:
         kv = follower.follow(tokens, followed, kv, meta, attention, recurrent)
     return logits, hidden, kv, None if copies is None else copies.held
+
+
+def _metas(
+    layout: Layout,
+    shapes: StepShapes,
+    batch: Unpacked,
+    page_tables: tuple[Array, ...],
+    starts: Array,
+    held: Array | None,
+    joined: Joined | None = None,
+) -> tuple[tuple[AttentionMeta, ...], Copies | None]:
+    """Return the row and page of each token, for each group of layers, and which copies of state are read and
+    written; None without state by slot. The arguments are those of `_run_model`.
+    """
+    copies, q_lens, slots = None, batch.q_lens, batch.sampling.slots
+    if joined is not None:
+        q_lens, slots = joined.q_lens, joined.slots
+    if held is not None:
+        snapshots = batch.snapshots and batch.snapshots.only_at(starts == batch.starts)
+        copies = choose_copies(held, slots, starts, q_lens, snapshots, shapes.num_snapshots)
+    meta = make_meta(
+        starts=starts,
+        q_lens=q_lens,
+        page_table=page_tables[0],
+        num_tokens=layout.key.tokens,
+        decode_only=layout.key.decode_only and joined is None,
+        page_size=shapes.page_size,
+        num_pages=shapes.num_pages[0],
+        state_from=None if copies is None else copies.read,
+        state_to=None if copies is None else copies.written,
+        state_cut=None if copies is None else copies.cut,
+        state_cut_to=None if copies is None else copies.cut_to,
+    )
+    others = zip(page_tables[1:], shapes.num_pages[1:], strict=True)
+    further = (with_pages(meta, table, shapes.page_size, num_pages) for table, num_pages in others)
+    return (meta, *further), copies
 
 
 def _guessed(guesses: Array, codes: Array) -> Array:
@@ -552,6 +592,55 @@ def make_forward(
         return Forward(kv, state, logits, jnp.pad(hidden, ((0, padding), (0, 0))))
 
     return forward
+
+
+class OfStage(NamedTuple):
+    """What a stage that is not the last one computes in one step."""
+
+    kv: KVCache
+    state: RowState
+    passed: Passed
+    """What the next stage is given."""
+
+
+def make_stage(
+    rebuild: Callable[[Weights], StagedModel],
+    stage: Stage,
+    layout: Layout,
+    shapes: StepShapes,
+    attention: AttentionOp,
+    recurrent: RecurrentOps,
+) -> Callable[[Weights, KVCache, RowState, Array, Array | Passed], OfStage | Forward]:
+    """Make the program of one stage of a model's layers for one step, for prefill chunks and decodes. Its
+    last argument is, for the first stage, each slot's last token int32[S] and, for another, what the stage
+    before has passed. Rows have no adapters, no pictures and no proposed tokens.
+    """
+
+    def compute(
+        weights: Weights, kv: KVCache, state: RowState, packed: Array, given: Array | Passed
+    ) -> OfStage | Forward:
+        model, batch = rebuild(weights), layout.unpack_rows(packed)
+        state = _add_pages(state, batch)
+        page_tables = tuple(_of_rows(table, batch) for table in state.tables)
+        metas, copies = _metas(layout, shapes, batch, page_tables, batch.starts, state.held)
+        meta = metas[0]
+        if not isinstance(given, tuple):
+            tokens, last = layout.unpack_tokens(packed), _of_rows(given, batch)
+            given = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
+        with jax.named_scope("model"):
+            passed, kv = model.stage(
+                stage, given, meta.positions, kv, metas, attention=attention, recurrent=recurrent
+            )
+        state = state._replace(held=None if copies is None else copies.held)
+        if not stage.is_last:
+            return OfStage(kv, state, passed)
+        hidden, at = passed.x, jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
+        with jax.named_scope("model"):
+            logits = model.logits(hidden[at], jnp.sum((batch.q_lens > 0).astype(jnp.int32)))
+        padding = shapes.max_tokens - hidden.shape[0]
+        return Forward(kv, state, logits, jnp.pad(hidden, ((0, padding), (0, 0))))
+
+    return compute
 
 
 def make_choice(

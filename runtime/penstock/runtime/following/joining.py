@@ -49,6 +49,8 @@ def check_options(config: EngineConfig, options: GroupOptions) -> None:
     """Raise ConfigError if the engine's options do not fit those of a group."""
     if config.compiled is not None:
         raise ConfigError("compiled: is for one process; the processes of a group compile their programs")
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline_parallel_size: must be 1 with processes: stages are in one process")
     size = config.tensor_parallel_size
     if size is None or size % options.processes:
         raise ConfigError(

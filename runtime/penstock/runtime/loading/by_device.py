@@ -6,7 +6,7 @@ While they are made, what a device has of a leaf is a leaf of its own, with one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,21 +41,21 @@ class LeavesOnDevices:
     theirs.
     """
 
-    def __init__(self, sharding: NamedSharding) -> None:
-        """sharding: that of the whole leaves, which are cut along their first axis."""
+    def __init__(self, sharding_of: Callable[[ParamPath], NamedSharding]) -> None:
+        """sharding_of: tells that of a whole leaf, which is cut along its first axis."""
         self.leaves: dict[ParamPath, jax.Array] = {}
-        self._sharding, self._parts = sharding, dict[ParamPath, dict[int, jax.Array]]()
-        own = jax.process_index()
-        self._devices = [device for device in sharding.mesh.devices.flat if device.process_index == own]
+        self._sharding_of, self._parts = sharding_of, dict[ParamPath, dict[int, jax.Array]]()
 
     def take(self, path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
         """See `TakeLeaf`."""
         whole, number = path[:-1], path[-1]
         assert isinstance(number, int)
+        sharding, own = self._sharding_of(whole), jax.process_index()
+        devices = [device for device in sharding.mesh.devices.flat if device.process_index == own]
         placed = self._parts.setdefault(whole, {})
-        placed[number] = jax.block_until_ready(jax.device_put(leaf, self._devices[number]))
-        if len(placed) == len(self._devices):
-            shape = (self._sharding.mesh.size, *leaf.shape[1:])
+        placed[number] = jax.block_until_ready(jax.device_put(leaf, devices[number]))
+        if len(placed) == len(devices):
+            shape = (sharding.mesh.size, *leaf.shape[1:])
             in_order = [placed[number] for number in sorted(placed)]
-            self.leaves[whole] = jax.make_array_from_single_device_arrays(shape, self._sharding, in_order)
+            self.leaves[whole] = jax.make_array_from_single_device_arrays(shape, sharding, in_order)
             del self._parts[whole]

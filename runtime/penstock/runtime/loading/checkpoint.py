@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -219,8 +219,9 @@ def load_leaves(
 
     followed: Sequence[LoadRule] = rules.rules
     take: TakeLeaf = place
-    if isinstance(placement, NamedSharding) and placement.mesh.size > 1:
-        on_devices = LeavesOnDevices(placement)
+    sharding_of = _cut_placement(placement, shapes)
+    if sharding_of is not None:
+        on_devices = LeavesOnDevices(sharding_of)
         values, take = on_devices.leaves, on_devices.take
         followed, shapes = rules_of_each(rules.rules), shapes_of_each(shapes)
 
@@ -244,6 +245,16 @@ def load_leaves(
         ]
         raise CheckpointError(mismatched=problems, where=f"checkpoint {where}")
     return values
+
+
+def _cut_placement(
+    placement: Placement, paths: Iterable[ParamPath]
+) -> Callable[[ParamPath], NamedSharding] | None:
+    """Return what tells the place of each leaf of a model that is cut over devices; None for another."""
+    first = placement(next(iter(paths))) if callable(placement) else placement
+    if not isinstance(first, NamedSharding) or first.mesh.size == 1:
+        return None
+    return cast("Callable[[ParamPath], NamedSharding]", placement if callable(placement) else lambda _: first)
 
 
 def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str) -> None:

@@ -5,6 +5,7 @@ config.json alone it says the latter.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from penstock.runtime.models.params import (
     model_dtype,
 )
 from penstock.runtime.models.registry import parse_config
+from penstock.runtime.models.stages import stages_of
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.requests.reader import Reader
 from penstock.runtime.scheduling.pages import window_pages
@@ -67,6 +69,21 @@ class QuantisedForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageSizes:
+    """What each device of a stage holds, of a model whose layers are cut into stages."""
+
+    begin: int
+    """Its first layer."""
+    end: int
+    """The layer behind its last one."""
+    weight_bytes: int
+    page_bytes: int
+    """Of a page of KV in its layers."""
+    state_bytes: int
+    """Of the state of a request in its layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """A checkpoint that would serve, or a config.json whose model would take so much memory."""
 
@@ -83,7 +100,9 @@ class Inspection:
     has_weights: bool
     """Whether there is a checkpoint, and not a config.json alone."""
     devices: int
-    """Over how many devices it would be cut. All bytes are those of one of them."""
+    """Over how many devices it would be cut. All bytes are those of one of them, or of one of each stage."""
+    stages: tuple[StageSizes, ...] = ()
+    """What each stage takes, if its layers would be cut into stages."""
     weight_bytes: int
     """Of the weights as they lie in memory."""
     stored: str
@@ -214,19 +233,31 @@ def _inspection(
     """Return what a model's config says."""
     vision = config.vision
     graphdef, shapes = abstract_model(config, dtype, linear)
-    leaves = leaf_shapes(config, dtype, linear).values()
+    leaves = leaf_shapes(config, dtype, linear)
+    kv_dtype = cache_dtype(options.kv_cache_dtype, dtype)
+    stages = tuple(
+        StageSizes(
+            begin=stage.begin,
+            end=stage.end,
+            weight_bytes=_bytes_on_one([leaves[path] for path in leaves if stage.has(path)], config),
+            page_bytes=stage.cache.page_bytes(options.page_size, kv_dtype),
+            state_bytes=stage.cache.slot_bytes,
+        )
+        for stage in stages_of(config, options.pipeline_parallel_size)
+    )
     whole = config.whole or config
     padding = nnx.merge(*abstract_model(whole, dtype)).padding
     numbers = sum(math.prod(leaf.shape) for leaf in leaf_shapes(whole, dtype).values())
     return Inspection(
         architecture=config.architecture,
         dtype=dtype,
-        kv_dtype=cache_dtype(options.kv_cache_dtype, dtype),
+        kv_dtype=kv_dtype,
         num_layers=config.num_layers,
         num_parameters=numbers - sum(between.size for between in padding),
         has_weights=False,
         devices=config.devices,
-        weight_bytes=sum(_num_bytes(leaf) for leaf in leaves) // config.devices,
+        weight_bytes=sum(stage.weight_bytes for stage in stages) or _bytes_on_one(leaves.values(), config),
+        stages=stages,
         stored="no weights: a config.json alone",
         is_packed=linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
@@ -312,6 +343,11 @@ def _forms(facts: CheckpointFacts) -> tuple[QuantisedForm, ...]:
         for (form, is_kept), weights in by_form.items()
     ]
     return tuple(sorted(found, key=lambda one: -one.num_parameters))
+
+
+def _bytes_on_one(leaves: Iterable[jax.ShapeDtypeStruct], config: ModelConfig) -> int:
+    """Count the bytes that one of the devices has of these leaves."""
+    return sum(map(_num_bytes, leaves)) // config.devices
 
 
 def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:

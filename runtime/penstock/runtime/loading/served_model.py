@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from penstock.runtime.config import EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
@@ -47,7 +48,7 @@ from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.eagle import EagleConfig
 from penstock.runtime.models.cutting import cut_for, sizes_that_work
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.load_rules import LoadRules, RulesFor, Tensor
+from penstock.runtime.models.load_rules import LoadRules, ParamPath, RulesFor, Tensor
 from penstock.runtime.models.params import (
     abstract_model,
     adapted_model,
@@ -56,6 +57,7 @@ from penstock.runtime.models.params import (
     model_dtype,
     state_of,
 )
+from penstock.runtime.models.stages import Stage, home_of, stages_of
 from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.requests.reader import Reader
@@ -113,11 +115,19 @@ class ServedModel:
     """What adapters may change of it; None: the engine is made without them."""
     draft: DraftModel | None = None
     """What guesses on the device what it makes; None: there is nothing."""
+    stages: tuple[Stage, ...] = ()
+    """The stages into which its layers are cut, with each leaf on devices of the first one that has it; ():
+    they are not cut."""
 
     @property
     def whole_cache(self) -> CacheSpec:
         """What the model and its draft keep."""
         return self.cache if self.draft is None else self.cache.followed_by(self.draft.cache)
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """What each stage keeps; of a model without stages, what `whole_cache` says."""
+        return tuple(stage.cache for stage in self.stages) or (self.whole_cache,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,18 +287,24 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     facts = read_checkpoint(directory, config, backend)
     read = None if config.draft_model is None else read_draft(config.draft_model, facts, config, backend)
     draft = None if read is None else _load_draft(read, facts.config, config, backend)
+    stages = stages_of(facts.config, config.pipeline_parallel_size)
     own, devices = own_devices(backend.mesh), backend.mesh.size
     leaves = load_leaves(
         directory,
         own_rules(facts.rules, own, devices),
         facts.tensors,
         own_shapes(leaf_shapes(facts.config, facts.dtype, facts.linear), own, devices),
-        placement=cut_sharding(backend.mesh),
+        placement=partial(_home, stages, backend),
         progress=config.show_progress,
         threads=config.threads or available_processors(),
     )
     host_memory.give_back()
-    return _served(model, directory, config, facts, leaves, draft)
+    return dataclasses.replace(_served(model, directory, config, facts, leaves, draft), stages=stages)
+
+
+def _home(stages: tuple[Stage, ...], backend: Backend, path: ParamPath) -> NamedSharding:
+    """Tell where the leaf at this path is loaded to."""
+    return cut_sharding(backend.stages[home_of(stages, path)] if stages else backend.mesh)
 
 
 def shapes_of_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:

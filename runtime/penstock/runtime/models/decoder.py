@@ -7,6 +7,7 @@ fused name their parts (`linear.Linear`); a family says what a checkpoint calls 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from penstock.runtime.models.layers.classifier import Classifier, no_logits
 from penstock.runtime.models.layers.delta_net import DeltaNet
 from penstock.runtime.models.layers.experts import Experts
 from penstock.runtime.models.layers.images import MediaInputs
-from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
+from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Passed, Residual
 from penstock.runtime.models.layers.latent import LatentAttention
 from penstock.runtime.models.layers.mamba import Mamba
 from penstock.runtime.models.layers.mlp import MLP
@@ -49,6 +50,7 @@ from penstock.runtime.models.linear import (
 from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector, hidden_norm
 from penstock.runtime.models.pools import PooledModel, PoolPlanners
+from penstock.runtime.models.stages import Stage
 from penstock.runtime.models.vision.encoders import tower_of
 from penstock.runtime.ops.adapters import AdapterRows
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
@@ -306,6 +308,43 @@ class CausalLM(PooledModel):
             pools=self.pools._replace(adapters=adapters),
             shared_kv={},
         )
+        passed = self._embedded(token_ids, positions, media, inputs)
+        read: list[jax.Array] = []
+        (x, _), kv = self._through(self.layers, 0, passed, kv, inputs, media, read)
+        read.append(x)
+        return jnp.concatenate([x, *(read[tap] for tap in taps)], axis=-1) if taps else x, kv
+
+    def stage(
+        self,
+        stage: Stage,
+        given: jax.Array | Passed,
+        positions: jax.Array,
+        kv: tuple[Any, ...],
+        metas: tuple[AttentionMeta, ...],
+        *,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> tuple[Passed, tuple[Any, ...]]:
+        """Run the layers of one stage. given: the tokens int32 [T] for the first stage, and for another what
+        the stage before has returned. The model needs the leaves of the stage alone. The other arguments and
+        the caches are those of `__call__`; what other stages keep is ().
+        """
+        inputs = LayerInputs(
+            angles=Angles(positions),
+            metas=metas,
+            attention=attention,
+            recurrent=recurrent,
+            pools=self.pools,
+            shared_kv={},
+        )
+        passed = given if isinstance(given, Passed) else self._embedded(given, positions, None, inputs)
+        layers = list(self.layers)[stage.begin : stage.end]
+        return self._through(layers, stage.begin, passed, kv, inputs, None)
+
+    def _embedded(
+        self, token_ids: jax.Array, positions: jax.Array, media: MediaInputs | None, inputs: LayerInputs
+    ) -> Passed:
+        """Return what the first layer is given."""
         x = self.embed_tokens(token_ids, inputs.pools)
         if self.config.embedding_scale != 1.0:
             x = x * np.asarray(self.config.embedding_scale, x.dtype)
@@ -315,21 +354,35 @@ class CausalLM(PooledModel):
             x = normalised(x, self.embed_norm, inputs.num_tokens, inputs.pools, natively=natively)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions + np.int32(self.config.positions_from or 0), inputs.pools)
-        of_layers = None if self.per_layer is None else self.per_layer(token_ids, x, inputs)
+        return Passed(x, None if self.per_layer is None else self.per_layer(token_ids, x, inputs))
+
+    def _through(
+        self,
+        layers: Iterable[DecoderLayer],
+        first: int,
+        passed: Passed,
+        kv: tuple[Any, ...],
+        inputs: LayerInputs,
+        media: MediaInputs | None,
+        read: list[jax.Array] | None = None,
+    ) -> tuple[Passed, tuple[Any, ...]]:
+        """Run these layers, the first of which has the number `first`. read: gets what each of them is
+        given.
+        """
+        x, of_layers = passed
         caches = list(kv)
         entries = self.config.cache_entries
         count = len(self.config.cache.layers)
         if len(caches) != count:
             raise ValueError(f"the model has {count} caches, not {len(caches)}")
-        read: list[jax.Array] = []
-        for i, (layer, entry) in enumerate(zip(self.layers, entries, strict=True)):
-            read.append(x)
+        for i, layer in enumerate(layers, first):
+            if read is not None:
+                read.append(x)
             of_layer = None if of_layers is None else of_layers[:, i]
-            mine = slice(entry, entry + (1 if layer.beside is None else 2))
+            mine = slice(entries[i], entries[i] + (1 if layer.beside is None else 2))
             x, caches[mine] = layer(x, caches[mine], inputs, of_layer)
             x = x if media is None else media.add(x, i)
-        read.append(x)
-        return jnp.concatenate([x, *(read[tap] for tap in taps)], axis=-1) if taps else x, tuple(caches)
+        return Passed(x, of_layers), tuple(caches)
 
     def encode(self, inputs: Any, num_patches: jax.Array) -> tuple[jax.Array, ...]:
         """Compute the embeddings of pictures, for a model that reads them: see `Tower`."""

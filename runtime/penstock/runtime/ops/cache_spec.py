@@ -194,6 +194,17 @@ class CacheSpec:
     """The cache of a model."""
 
     layers: tuple[PagedKV | LatentKV | SlotState, ...]
+    kept: range | None = None
+    """The entries that these devices keep, of a model that is cut into stages (`models.stages`); in place of
+    the others there is (). All stages have the same groups of layers. None: all entries."""
+
+    def only(self, kept: range) -> CacheSpec:
+        """Return the same cache on devices that keep these entries alone."""
+        return replace(self, kept=kept)
+
+    def keeps(self, entry: int) -> bool:
+        """Say whether these devices keep an entry."""
+        return self.kept is None or entry in self.kept
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -215,8 +226,8 @@ class CacheSpec:
     def groups(self, page_size: int, dtype: np.dtype[Any]) -> tuple[CacheGroup, ...]:
         """Return the groups of layers, with the bytes of their pages of keys and values in `dtype`."""
         sizes, pieces = [0] * len(self.windows), [1] * len(self.windows)
-        for layer, group in zip(self.layers, self.group_of, strict=True):
-            sizes[group] += layer.page_bytes(page_size, dtype)
+        for entry, (layer, group) in enumerate(zip(self.layers, self.group_of, strict=True)):
+            sizes[group] += layer.page_bytes(page_size, dtype) if self.keeps(entry) else 0
             if isinstance(layer, LatentKV):
                 pieces[group] = layer.pieces
         return tuple(starmap(CacheGroup, zip(self.windows, sizes, pieces, strict=True)))
@@ -252,17 +263,21 @@ class CacheSpec:
         """Count the bytes of one page of keys and values in `dtype` in all layers; 0 if no layer has
         pages.
         """
-        return sum(layer.page_bytes(page_size, dtype) for layer in self.layers)
+        return sum(layer.page_bytes(page_size, dtype) for layer in self._own)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot in all layers; 0 if no layer keeps state."""
-        return sum(layer.slot_bytes for layer in self.layers)
+        return sum(layer.slot_bytes for layer in self._own)
 
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of one snapshot of a slot's state, in all layers; 0 if no layer keeps state."""
-        return sum(layer.snapshot_bytes for layer in self.layers if isinstance(layer, SlotState))
+        return sum(layer.snapshot_bytes for layer in self._own if isinstance(layer, SlotState))
+
+    @property
+    def _own(self) -> tuple[PagedKV | LatentKV | SlotState, ...]:
+        return tuple(layer for entry, layer in enumerate(self.layers) if self.keeps(entry))
 
     def state_bytes(self, num_slots: int, num_snapshots: int) -> int:
         """Count the bytes of the state of so many slots, with so many snapshots, in all layers."""
@@ -281,5 +296,7 @@ class CacheSpec:
         """
         return tuple(
             layer.arrays(num_pages[group], page_size, num_slots, dtype, num_snapshots)
-            for layer, group in zip(self.layers, self.group_of, strict=True)
+            if self.keeps(entry)
+            else ()
+            for entry, (layer, group) in enumerate(zip(self.layers, self.group_of, strict=True))
         )

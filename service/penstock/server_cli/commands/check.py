@@ -24,6 +24,7 @@ from penstock.runtime.loading.hub import DEMO, resolve_model
 from penstock.runtime.loading.inspection import (
     Inspection,
     QuantisedForm,
+    StageSizes,
     inspect_checkpoint,
     inspect_config,
 )
@@ -44,8 +45,9 @@ examples:
 
 It reads all that `penstock serve` reads at its start, but of files with weights only the headers. Of a
 config.json alone it says what memory the model would take, before you download it. With
---tensor-parallel-size all sizes are those of one device. Exit codes: 0 the checkpoint would serve; 1 it would
-not, and what is wrong is named, with its file.
+--tensor-parallel-size all sizes are those of one device; with --pipeline-parallel-size of a device of each
+stage together, beside those of each. Exit codes: 0 the checkpoint would serve; 1 it would not, and what is
+wrong is named, with its file.
 """
 _DEFAULTS = EngineConfig()
 _PROGRAM_BYTES = 100 * 2**20
@@ -81,6 +83,13 @@ def add_parser(subparsers: Subparsers) -> None:
         default=1,
         metavar="N",
         help="devices over which the model would be cut; default: %(default)s",
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages into which its layers would be cut, each with devices of its own; default: %(default)s",
     )
     parser.add_argument(
         "--expert-parallel",
@@ -192,6 +201,7 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         native=args.native,
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
         expert_parallel=args.expert_parallel,
         context_parallel=args.context_parallel,
         max_adapters=args.max_adapters,
@@ -203,7 +213,8 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         else args.speculation,
         draft_model=args.draft_model,
     )
-    on_one = dataclasses.replace(options, tensor_parallel_size=1)  # there need not be so many devices here
+    # There need not be so many devices here.
+    on_one = dataclasses.replace(options, tensor_parallel_size=1, pipeline_parallel_size=1)
     backend = choose_backend(on_one, jax.devices()[0])
     if is_config:
         return inspect_config(Path(args.model), options, backend)
@@ -235,6 +246,15 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
             for form in found.quantised
         ],
         "devices": found.devices,
+        "stages": [
+            {
+                "layers": [stage.begin, stage.end],
+                "weight_bytes": stage.weight_bytes,
+                "kv_bytes_per_page": stage.page_bytes,
+                "state_bytes_per_request": stage.state_bytes,
+            }
+            for stage in found.stages
+        ],
         "stored": found.stored,
         "weight_bytes": found.weight_bytes,
         "packed": found.is_packed,
@@ -310,9 +330,11 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
     else:
         tools, reasoning = facts["tool_calls"] or "none", facts["reasoning"] or "none"
         text = f"tokenizer and chat template; tool calls: {tools}; reasoning: {reasoning}"
-    cut = f" on each of {found.devices} devices" if found.devices > 1 else ""
+    of_all = f" in all {len(found.stages)} stages" if found.stages else ""
+    cut = of_all + (f" on each of {found.devices} devices" if found.devices > 1 else "")
     rows = [
         ("weights", f"{_size(found.weight_bytes)}{cut}: {found.num_parameters:,} parameters"),
+        *(("stages" if stage is found.stages[0] else "", _stage(stage, found)) for stage in found.stages),
         *(("quantised" if form is found.quantised[0] else "", _quantised(form)) for form in found.quantised),
         ("stored", found.stored),
         ("computed", f"in {found.dtype.name}, {computed}"),
@@ -365,6 +387,14 @@ def _process_row(facts: dict[str, Any]) -> list[tuple[str, str]]:
     )
     whole, programs = _size(facts["process_bytes"]), _size(facts["program_bytes"])
     return [("process", f"{whole} by default: {parts}, programs about {programs}")]
+
+
+def _stage(stage: StageSizes, found: Inspection) -> str:
+    state = f", {stage.state_bytes:,} bytes of state for each request" if stage.state_bytes else ""
+    return (
+        f"layers {stage.begin} to {stage.end - 1}: {_size(stage.weight_bytes)} of weights, "
+        f"{stage.page_bytes:,} bytes for a page of {found.page_size} tokens{state}"
+    )
 
 
 def _quantised(form: QuantisedForm) -> str:

@@ -381,6 +381,12 @@ def add_engine(flag: AddFlag) -> None:
         type=count_or_auto,
     )
     flag(
+        "pipeline_parallel_size",
+        "stages into which the layers of the model are cut, each with --tensor-parallel-size devices of its "
+        "own; default: %(default)s",
+        "N",
+    )
+    flag(
         "expert_parallel",
         "keep the experts of a mixture whole, so that each device has some of them instead of a part of each",
         action="store_true",

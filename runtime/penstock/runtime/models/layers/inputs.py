@@ -67,6 +67,15 @@ class LayerInputs(NamedTuple):
         return self.metas[0].num_tokens
 
 
+class Passed(NamedTuple):
+    """What one layer hands to the next."""
+
+    x: jax.Array
+    """The hidden states [T, E]."""
+    of_layers: jax.Array | None
+    """The tokens' embeddings for each layer [T, layers, size], if the model has such."""
+
+
 class Residual(NamedTuple):
     """How an attention or an MLP joins the residual stream: x + multiplier * norm(y)."""
 
