@@ -1,10 +1,15 @@
-"""Measures vLLM's CPU build, stepped through its LLMEngine with the prefix cache on."""
+"""Measures vLLM's CPU build, stepped through its LLMEngine with the prefix cache on.
+
+`--set adapters=N --set 'adapter_folder="DIR"'` gives requests N LoRA adapters in turn, those of the first
+folders of DIR; vLLM's own options `enable_lora` and `max_loras` go with it.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # Both must be set before vLLM is imported. It gets all cores that this process may use, as every engine here
@@ -14,6 +19,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _CORES)
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 
 from bench.rivals.stepped import run  # noqa: E402
 from bench.workloads import Job  # noqa: E402
@@ -29,12 +35,18 @@ OPTIONS = {
 
 class VLLM:
     def __init__(self, checkpoint: str, options: Mapping[str, Any]) -> None:
-        self._engine = LLMEngine.from_engine_args(EngineArgs(model=checkpoint, **options))
+        own = dict(options)
+        count, folder = own.pop("adapters", 0), Path(own.pop("adapter_folder", "."))
+        folders = sorted(each for each in folder.iterdir() if each.is_dir())[:count] if count else []
+        self._adapters = [LoRARequest(each.name, number, str(each)) for number, each in enumerate(folders, 1)]
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=checkpoint, **own))
         self._seen: dict[str, int] = {}
 
     def add(self, number: int, job: Job) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False)
-        self._engine.add_request(str(number), TokensPrompt(prompt_token_ids=list(job.token_ids)), params)
+        prompt = TokensPrompt(prompt_token_ids=list(job.token_ids))
+        adapter = self._adapters[number % len(self._adapters)] if self._adapters else None
+        self._engine.add_request(str(number), prompt, params, lora_request=adapter)
 
     def step(self) -> dict[int, int]:
         made: dict[int, int] = {}
