@@ -89,6 +89,18 @@ def test_a_row_has_the_same_bits_in_any_company_and_in_any_slot() -> None:
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+def test_many_rows_have_the_bits_of_few() -> None:
+    """With many groups of rows a thread computes a group to its end."""
+    slots = np.arange(600, dtype=np.int32) % 4
+    x, rows = draw(2, len(slots), PLACE.in_size), rows_of(16, slots)
+    together, has = run(x, rows, len(slots)), np.flatnonzero(slots)
+    wanted = expected(x, rows)
+    assert np.abs(together[has] - wanted[has]).max() <= 1e-5 * wanted.std()
+    few = run(x[:12], rows_of(16, slots[:12]), 12)
+    has = np.flatnonzero(slots[:12])
+    np.testing.assert_array_equal(few[has], together[has])
+
+
 KINDS = ("bf16", "int8", "int4")
 
 

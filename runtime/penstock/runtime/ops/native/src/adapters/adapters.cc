@@ -31,7 +31,8 @@ bool AdapterSizes::AreMultiples() const {
 
 namespace {
 
-constexpr int64_t kColumns = 512;  // outputs of a unit of work: some microseconds
+constexpr int64_t kColumns = 512;       // outputs of a unit of work: some microseconds
+constexpr int64_t kGroupsOfThread = 4;  // with so many, whole groups are units of work: threads end at about one time
 
 // A unit of work of `up`: some outputs of one part, for the rows of a group.
 struct Columns {
@@ -70,15 +71,25 @@ bool Adapt(ffi::ThreadPool& threads, const AdapterSizes& sizes, std::vector<Adap
     ++groups.back().count;
   }
   const int64_t count = static_cast<int64_t>(groups.size()), blocks = static_cast<int64_t>(columns.size());
-  ParallelFor(threads, count * num_parts, [&](int64_t i) {
-    float* wide = reinterpret_cast<float*>(Scratch<struct AdapterWide>(kRowsTogether * sizes.k * 4));
-    kernel.down(groups[i / num_parts], sizes.k, sizes.rank, i % num_parts, wide);
-  });
-  ParallelFor(threads, count * blocks, [&](int64_t i) {
-    const AdaptedRows& group = groups[i / blocks];
-    const Columns& c = columns[i % blocks];
+  const auto down = [&](const AdaptedRows& group, int64_t first, int64_t last) {
+    float* wide = reinterpret_cast<float*>(Scratch<struct AdapterWide>(kRowsTogether * WideStride(sizes.k) * 4));
+    kernel.down(group, sizes.k, sizes.rank, first, last, wide);
+  };
+  const auto up = [&](const AdaptedRows& group, const Columns& c) {
     kernel.up(group, sizes.rank, c.part, group.rows[0].matrices + c.b, c.outputs, c.column, c.first, c.last);
-  });
+  };
+  if (count >= kGroupsOfThread * NumThreads(threads)) {  // threads meet once, and a group's matrices are one sweep
+    ParallelFor(threads, count, [&](int64_t i) {
+      down(groups[i], 0, num_parts);
+      for (const Columns& c : columns) {
+        up(groups[i], c);
+      }
+    });
+    return true;
+  }
+  ParallelFor(threads, count * num_parts,
+              [&](int64_t i) { down(groups[i / num_parts], i % num_parts, i % num_parts + 1); });
+  ParallelFor(threads, count * blocks, [&](int64_t i) { up(groups[i / blocks], columns[i % blocks]); });
   return true;
 }
 

@@ -9,6 +9,10 @@ namespace penstock {
 // Rows with the same matrices that share what is read of them. Their sums fill the registers.
 constexpr int64_t kRowsTogether = 8;
 
+// From one row of x as float32 to the next. Without the line between them, rows of a power of two inputs would have
+// their values in the same few places of the first-level cache.
+constexpr int64_t WideStride(int64_t k) { return k + 16; }
+
 // A row that has an adapter.
 struct AdaptedRow {
   const uint16_t* x;         // bf16 [k]
@@ -28,8 +32,8 @@ struct AdaptedRows {
 // All sums have one order, whatever `count` is: small has two sums, of the inputs with even and with odd numbers, which
 // are added last; y is a sum over the rank.
 struct AdapterKernel {
-  // small of one part. `wide` has room for count * k floats.
-  void (*down)(const AdaptedRows&, int64_t k, int64_t rank, int64_t part, float* wide);
+  // small of the parts [first, last). `wide` has room for kRowsTogether * WideStride(k) floats.
+  void (*down)(const AdaptedRows&, int64_t k, int64_t rank, int64_t first, int64_t last, float* wide);
   // The outputs [first, last) of a part with `outputs` outputs, which lie in y from `column` on. first and last are
   // multiples of 16. `b` is the part's matrix B.
   void (*up)(const AdaptedRows&, int64_t rank, int64_t part, const uint16_t* b, int64_t outputs, int64_t column,
