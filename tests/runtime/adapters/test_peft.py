@@ -169,6 +169,31 @@ def test_a_scaling_that_leaves_the_range_of_the_dtype() -> None:
         READER.read(sent({**CONFIG, "lora_alpha": 1e300}, {**TENSORS, f"{Q}.lora_B.weight": B - 1}))
 
 
+def test_numbers_in_bfloat16_are_those_of_the_tensors() -> None:
+    """A is kept as it is, and B times 2 is rounded once. What is not finite is found in either dtype."""
+    reader = AdapterReader(dataclasses.replace(MODEL, dtype=np.dtype(ml_dtypes.bfloat16)), RANK)
+    a, b = A.astype(ml_dtypes.bfloat16) / 3, B / np.float32(3)
+    tensors = {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
+    values = reader.read(sent(CONFIG, tensors)).values
+    own, scaled = (block.matrix for block in values.blocks)
+    assert own.dtype == scaled.dtype == values.dtype
+    np.testing.assert_array_equal(own, a.T)
+    exact = 2 * b.astype(np.float64)[[1, 0]].T  # the outputs change places
+    assert np.abs(scaled.astype(np.float64) - exact).max() <= np.abs(exact).max() * 2**-9
+    a[0, 0] = 9  # what was sent may change when it was read
+    assert own[0, 0] != 9
+    for half in ("A", "B"):
+        name = f"{Q}.lora_{half}.weight"
+        for wrong in (np.nan, -np.inf):
+            bad = tensors[name].copy()
+            bad[1, 1] = wrong
+            with pytest.raises(AdapterFormatError, match="NaN or infinity") as caught:
+                reader.read(sent(CONFIG, {**tensors, name: bad}))
+            assert caught.value.tensor == name
+    with pytest.raises(AdapterFormatError, match="too large for bfloat16"):
+        reader.read(sent({**CONFIG, "lora_alpha": 1e38}, {**tensors, f"{Q}.lora_B.weight": b * 1000}))
+
+
 BAD_FIELDS: dict[str, dict[str, Any]] = {
     "peft_type": {"peft_type": "IA3"},
     "r": {"r": 0},

@@ -285,10 +285,7 @@ class AdapterReader:
         for name, tensor in tensors:
             half = halves[name]
             factor = config.scaling_of(half.layer) if half.is_b else 1.0
-            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
-                blocks += self._blocks(half, _finite(name, tensor) * np.float32(factor))
-        if not all(np.isfinite(block.matrix.astype(np.float32)).all() for block in blocks):
-            raise AdapterFormatError(f"its numbers, times the scaling, are too large for {model.dtype}")
+            blocks += self._blocks(half, _scaled(name, tensor, factor, model.dtype))
         values = AdapterValues(model.devices, model.size * self._rank, model.dtype, tuple(blocks))
         return AdapterWeights(
             values=values,
@@ -352,9 +349,9 @@ class AdapterReader:
         stack = self._model.stacks.get((int(match[1]), name.rpartition(".")[2]))
         return None if stack is None else (name, stack)
 
-    def _blocks(self, half: _Half, matrix: NDArray[np.float32]) -> Iterator[AdapterBlock]:
-        """Yield what each device has of a matrix, B times its scaling. In a stack of experts the rows of A
-        are sorted by expert, and the columns of B by rank and then by expert.
+    def _blocks(self, half: _Half, matrix: NDArray[np.generic]) -> Iterator[AdapterBlock]:
+        """Yield what each device has of a matrix in the model's dtype, B times its scaling. In a stack of
+        experts the rows of A are sorted by expert, and the columns of B by rank and then by expert.
         """
         if not half.experts:
             yield from self._blocks_of_layer(half.layer, half.is_b, matrix)
@@ -371,8 +368,8 @@ class AdapterReader:
                 for name in names:
                     yield from self._blocks_of_layer(name, half.is_b, own)
 
-    def _blocks_of_layer(self, layer: str, is_b: bool, matrix: NDArray[np.float32]) -> Iterator[AdapterBlock]:
-        rank, dtype = self._rank, self._model.dtype
+    def _blocks_of_layer(self, layer: str, is_b: bool, matrix: NDArray[np.generic]) -> Iterator[AdapterBlock]:
+        rank = self._rank
         for each in self._model.layers[layer].parts:
             place, part = each.place, each.part
             for piece in each.pieces:
@@ -380,15 +377,32 @@ class AdapterReader:
                     own, begin, width = matrix[piece.outputs], place.b_at(part), place.parts[part]
                 else:
                     own, begin, width = matrix[:, piece.inputs], place.a_at(part), rank
-                kept = np.ascontiguousarray(own.T).astype(dtype)
+                kept = np.array(own.T, order="C")  # a copy: the tensor may be the caller's
                 yield AdapterBlock(piece.device, begin * rank, width, kept)
 
 
-def _finite(name: str, tensor: NDArray[np.generic]) -> NDArray[np.float32]:
-    values = np.asarray(tensor).astype(np.float32)
-    if not np.isfinite(values).all():
-        raise AdapterFormatError("it has NaN or infinity", tensor=name)
+def _scaled(
+    name: str, tensor: NDArray[np.generic], factor: float, dtype: np.dtype[Any]
+) -> NDArray[np.generic]:
+    """Return a tensor times a factor in the model's dtype. AdapterFormatError if that is not finite."""
+    values = np.asarray(tensor)
+    if values.dtype != dtype or factor != 1.0:
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
+            values = (values.astype(np.float32) * np.float32(factor)).astype(dtype)
+    if not _is_finite(values):
+        if not np.isfinite(np.asarray(tensor).astype(np.float32)).all():
+            raise AdapterFormatError("it has NaN or infinity", tensor=name)
+        raise AdapterFormatError(f"its numbers, times the scaling, are too large for {dtype}", tensor=name)
     return values
+
+
+def _is_finite(values: NDArray[np.generic]) -> bool:
+    """Say whether no value is NaN or infinite."""
+    if values.dtype.name != "bfloat16":
+        return bool(np.isfinite(values).all())
+    # ml_dtypes takes four times as long as numpy does for integers of this size.
+    sizes = values.view(np.uint16) & np.uint16(0x7FFF)
+    return not sizes.size or bool(sizes.max() < 0x7F80)
 
 
 def _ends_in(name: str, ends: Iterable[str]) -> bool:
