@@ -15,12 +15,16 @@ added up with those of the layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+_MOST_GATHERED = 1 << 24
+"""The most values of a matrix that are gathered at a time: 64 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ def delta(x: Array, rows: AdapterRows, place: AdapterPlace) -> Array:
     computed where no token has one.
     """
 
-    def made() -> Array:
+    def made(x: Array, rows: AdapterRows) -> Array:
         wide = x.astype(jnp.float32)
         found = []
         for part in range(len(place.parts)):
@@ -126,10 +130,36 @@ def delta(x: Array, rows: AdapterRows, place: AdapterPlace) -> Array:
             found.append(jnp.sum(small[:, :, None] * rows.b(place, part), axis=1))
         return jnp.concatenate(found, axis=1)
 
+    return where_any(made, x, rows, place, (sum(place.parts),))
+
+
+def where_any(
+    made: Callable[[Array, AdapterRows], Array],
+    x: Array,
+    rows: AdapterRows,
+    place: AdapterPlace,
+    shape: tuple[int, ...],
+) -> Array:
+    """Compute made(x, rows), x [T, ...] -> float32 [T, *shape], if any token has an adapter; else return
+    zeros. `made` gathers the matrices of `place` for each token, so it is given some tokens at a time where
+    all of them would take much memory.
+    """
+    at_once = max(1, _MOST_GATHERED // (max(place.in_size, *place.parts) * rows.rank))
+
+    def of_one(each: tuple[Array, Array, Array | None]) -> Array:
+        token, slot, expert = each
+        own = rows._replace(slots=slot[None], experts=None if expert is None else expert[None])
+        return made(token[None], own)[0]
+
+    def of_all() -> Array:
+        if x.shape[0] <= at_once:
+            return made(x, rows)
+        in_turn: Array = lax.map(of_one, (x, rows.slots, rows.experts), batch_size=at_once)
+        return in_turn
+
     with jax.named_scope("adapters"):
-        shape = (x.shape[0], sum(place.parts))
-        result: Array = lax.cond(rows.are_any, made, lambda: jnp.zeros(shape, jnp.float32))
-    return result
+        found: Array = lax.cond(rows.are_any, of_all, lambda: jnp.zeros((x.shape[0], *shape), jnp.float32))
+    return found
 
 
 def added(y: Array, more: Array, rows: AdapterRows) -> Array:

@@ -38,7 +38,7 @@ from penstock.runtime.models.load_rules import (
 )
 from penstock.runtime.models.norms import Norm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
-from penstock.runtime.ops.adapters import AdapterPlace, AdapterRows, added
+from penstock.runtime.ops.adapters import AdapterPlace, AdapterRows, added, where_any
 from penstock.runtime.ops.attention import AttentionOptions
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.experts import PackedExperts, batched
@@ -220,11 +220,11 @@ class HeadProducts(nnx.Module):
         """Compute what the tokens' adapters of kv_b_proj add: x [T, H, in] -> float32 [T, H, out]. For keys
         the product is that with the transpose, so B comes before A.
         """
-        config, (tokens, heads, _) = self.config, x.shape
+        config, heads = self.config, x.shape[1]
 
-        def made() -> jax.Array:
+        def made(x: jax.Array, rows: AdapterRows) -> jax.Array:
             wide, a = x.astype(jnp.float32), rows.a(place, 0)
-            b = rows.b(place, 0).reshape(tokens, rows.rank, heads, -1)
+            b = rows.b(place, 0).reshape(len(x), rows.rank, heads, -1)
             precision = jax.lax.Precision.HIGHEST
             if self.keys:
                 small = jnp.einsum("thn,trhn->thr", wide, b[..., : config.nope_dim], precision=precision)
@@ -232,9 +232,7 @@ class HeadProducts(nnx.Module):
             small = jnp.einsum("thl,tlr->thr", wide, a, precision=precision)
             return jnp.einsum("thr,trhv->thv", small, b[..., config.nope_dim :], precision=precision)
 
-        shape = (tokens, heads, config.latent_dim if self.keys else config.value_dim)
-        found: jax.Array = jax.lax.cond(rows.are_any, made, lambda: jnp.zeros(shape, jnp.float32))
-        return found
+        return where_any(made, x, rows, place, (heads, config.latent_dim if self.keys else config.value_dim))
 
 
 def copy_columns(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
