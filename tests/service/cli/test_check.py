@@ -162,6 +162,11 @@ def test_heads(run: Run) -> None:
     [
         ("encoders/bert", (), "max_adapters: this model takes no adapters"),
         ("llama", ("--adapter-experts",), "adapter_experts: this model has no experts"),
+        (
+            "granite_moe",
+            ("--adapter-experts",),
+            "adapter_experts: adapters cannot change this model's experts",
+        ),
     ],
 )
 def test_a_model_that_takes_no_adapters_is_named(

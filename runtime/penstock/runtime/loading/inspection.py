@@ -282,7 +282,7 @@ def _adapter_bytes(
         return 0
     if config.encoder is not None:
         raise ConfigError("max_adapters: this model takes no adapters")
-    size = adapted_model(config, dtype, linear).sizes.of(experts=options.adapter_experts)
+    size = adapted_model(config, dtype, linear, experts=options.adapter_experts).size
     return (options.max_adapters + 1) * size * options.max_adapter_rank * dtype.itemsize
 
 

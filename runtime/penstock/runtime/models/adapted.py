@@ -130,8 +130,18 @@ class AdaptedModel:
 
     @property
     def size(self) -> int:
-        """How many units an adapter takes on a device."""
-        return self.sizes.of(experts=self.takes_experts)
+        """How many units an adapter takes on a device. ConfigError if adapters were to change experts, and
+        cannot.
+        """
+        size = self.sizes.of(experts=self.takes_experts)
+        if self.takes_experts and not any(
+            part.place.begin >= self.sizes.without_experts
+            for layer in self.layers.values()
+            for part in layer.parts
+        ):
+            described = "adapters cannot change this model's experts as the checkpoint has them"
+            raise ConfigError(f"adapter_experts: {described}")
+        return size
 
     @property
     def has_experts(self) -> bool:
@@ -217,6 +227,8 @@ def _parts(
         for index, rule in enumerate(rules):
             if rule.decode is not None or len(rule.sources) != 1 or len(_shape(rule.sources[0])) != 2:
                 continue
+            if isinstance(module, StackedLinear) and module.numbered and not _is_named(rule.sources[0]):
+                continue
             expert, part = divmod(index, len(module.parts))
             for device in range(devices):  # each may have another expert there
                 own_rules = rule.on_device(device, devices)
@@ -241,6 +253,13 @@ def _piece(rules: Sequence[LoadRule], device: int) -> AdaptedPiece:
 def _shape(source: Source) -> tuple[int, ...]:
     """Return the shape of the matrix that is read."""
     return source.shape[len(source.at) :]
+
+
+def _is_named(source: Source) -> bool:
+    """Say whether a layer of an expert has a name that PEFT can have for it. It has none for experts that
+    transformers keeps in a module of another name, as Granite's.
+    """
+    return ".experts." in source.name
 
 
 def _sizes(rule: LoadRule) -> tuple[int, int]:
