@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from penstock.runtime import EngineConfig
 from penstock.runtime.loading.checkpoint import load_config
@@ -200,3 +203,20 @@ def check_greedy(logits: Logits, feed: Callable[[list[int]], Logits], case: Mapp
         logits = feed(tokens[-1:])
     assert tokens == case["tokens"]
     np.testing.assert_allclose(logprobs, case["logprobs"], atol=1e-4)
+
+
+def golden_of(name: str) -> str:
+    """Return the golden that a head is of."""
+    return "qwen2" if name == "mimo" else name.removeprefix("eagle_")
+
+
+def with_heads(name: str, folder: Path) -> Path:
+    """Write a golden together with the layer that predicts further tokens. MiMo is a Qwen2 with one."""
+    shutil.copytree(GOLDEN / golden_of(name), folder, dirs_exist_ok=True)
+    if name == "mimo":
+        fields = json.loads((folder / "config.json").read_text())
+        fields |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(fields))
+    layer = load_file(GOLDEN / "heads" / name / "layer.safetensors")
+    save_file({**load_file(folder / "model.safetensors"), **layer}, folder / "model.safetensors")
+    return folder

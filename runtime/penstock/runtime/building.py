@@ -115,7 +115,13 @@ def build(
             better,
         )
     check_adapters(model, config)
-    _check_draft(model, config, log_of_calls)
+    check_draft(model, config)
+    if model.draft is not None and log_of_calls is not None:
+        raise ConfigError(
+            "speculation: a group of processes takes no heads"
+            if model.draft.is_of_checkpoint
+            else "draft_model: a group of processes takes no draft"
+        )
     use_compilation_cache(config.compilation_cache)
     groups = largest_groups(model.caches, config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
@@ -297,19 +303,16 @@ def _drafted_tokens(config: ResolvedConfig) -> int:
     return config.max_proposed_tokens or 0 if config.speculation in ON_DEVICE else 0
 
 
-def _check_draft(model: ServedModel, config: ResolvedConfig, log_of_calls: DispatchLog | None) -> None:
+def check_draft(model: ServedModel, config: ResolvedConfig) -> None:
+    """Raise ConfigError unless the model has what guesses tokens on the device where the options want it, and
+    only there.
+    """
     draft = model.draft
     has_heads = draft is not None and draft.is_of_checkpoint
     if (draft is not None and not has_heads) != (config.speculation == "draft"):
         raise ConfigError('draft_model: a model has a draft with speculation="draft", and only then')
     if has_heads != (config.speculation == "heads"):
         raise ConfigError('speculation: a model has heads that guess with "heads", and only then')
-    if draft is not None and log_of_calls is not None:
-        raise ConfigError(
-            "speculation: a group of processes takes no heads"
-            if has_heads
-            else "draft_model: a group of processes takes no draft"
-        )
 
 
 def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Buckets:

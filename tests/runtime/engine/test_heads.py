@@ -33,7 +33,6 @@ from penstock.runtime.loading.served_model import (
     load_model,
     read_checkpoint,
     read_draft,
-    shapes_of_model,
     why_no_draft,
 )
 from penstock.runtime.models.params import load_rules
@@ -46,7 +45,7 @@ from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.plan import drafted_tokens
 from tests.runtime.engine.answers.test_layer_groups import CONFIG as GROUPED
 from tests.support.batch import answers
-from tests.support.goldens import GOLDEN, small_config
+from tests.support.goldens import GOLDEN, golden_of, small_config, with_heads
 from tests.support.models.table import random_tables, table_model
 from tests.support.models.toy import toy_backend, toy_config
 from tests.support.scheduler.proposing import Guesses
@@ -60,29 +59,12 @@ NAMES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "mimo", "eagle_llam
 RECURRENT = ("qwen3_next", "qwen3_5")
 
 
-def golden_of(name: str) -> str:
-    """Return the golden that a head is of."""
-    return "qwen2" if name == "mimo" else name.removeprefix("eagle_")
-
-
 def guessing(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the model that has this head, and the options with which an engine has both."""
     if name.startswith("eagle_"):
         draft = str(GOLDEN / "heads" / name)
         return str(GOLDEN / golden_of(name)), {"speculation": "draft", "draft_model": draft}
     return str(with_heads(name, folder)), {"speculation": "heads"}
-
-
-def with_heads(name: str, folder: Path) -> Path:
-    """Write a golden together with the layer that predicts further tokens. MiMo is a Qwen2 with one."""
-    shutil.copytree(GOLDEN / golden_of(name), folder, dirs_exist_ok=True)
-    if name == "mimo":
-        fields = json.loads((folder / "config.json").read_text())
-        fields |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
-        (folder / "config.json").write_text(json.dumps(fields))
-    layer = load_file(GOLDEN / "heads" / name / "layer.safetensors")
-    save_file({**load_file(folder / "model.safetensors"), **layer}, folder / "model.safetensors")
-    return folder
 
 
 def expected(folder: str) -> list[dict[str, Any]]:
@@ -267,11 +249,6 @@ def test_heads_of_a_gguf_file_are_refused() -> None:
         pytest.raises(ConfigError, match="speculation: heads of a GGUF file are not read"),
     ):
         read_checkpoint(Path("model.gguf"), FLOAT32, toy_backend())
-
-
-def test_programs_of_heads_are_not_compiled_ahead() -> None:
-    with pytest.raises(ConfigError, match="speculation: programs cannot be compiled ahead"):
-        shapes_of_model(str(GOLDEN / "deepseek_v3"), FLOAT32, toy_backend())
 
 
 def test_heads_and_options_go_together() -> None:

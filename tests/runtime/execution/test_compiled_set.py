@@ -28,7 +28,7 @@ from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.following.interface import GroupOptions
 from penstock.runtime.following.joining import check_options
 from penstock.runtime.planning.absent import checkpoint_programs
-from tests.support.goldens import GOLDEN
+from tests.support.goldens import GOLDEN, with_heads
 
 DEVICES = jax.devices("cpu")[:1]
 OPTIONS = EngineConfig(
@@ -44,8 +44,8 @@ OPTIONS = EngineConfig(
 
 def facts(model: str = "qwen3", **changes: Any) -> compiled_set.Facts:
     options = dataclasses.replace(OPTIONS, **changes)
-    builder = checkpoint_programs(str(GOLDEN / model), options, choose_backend(options, *DEVICES))
-    return builder.facts()
+    folder = str(GOLDEN / model)  # of an absolute path, the path
+    return checkpoint_programs(folder, options, choose_backend(options, *DEVICES)).facts()
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,7 @@ def test_facts_are_the_same_each_time_and_hold_no_folder(there: compiled_set.Fac
         ({"max_logprobs": 3}, "max_logprobs"),
         ({"feature_slots": 1}, "feature_slots"),
         ({"speculation": "lookup"}, "checks_proposals"),
+        ({"speculation": "draft", "draft_model": str(GOLDEN / "qwen3")}, "drafted_tokens"),
         ({"max_adapters": 1}, "max_adapters"),
         ({"model": "qwen2"}, "the shapes of weights, cache and state"),
     ],
@@ -91,6 +92,23 @@ def test_an_option_that_differs_is_named(
     there: compiled_set.Facts, changes: dict[str, Any], expected: str
 ) -> None:
     assert expected in named(facts(**changes), there)
+
+
+def guessing(speculation: str, tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    """Return a golden, and the options of a server in which something guesses tokens on the device."""
+    if speculation == "heads":
+        return str(with_heads("deepseek_v3", tmp_path)), {"speculation": "heads"}
+    return str(GOLDEN / "qwen3"), {"speculation": "draft", "draft_model": str(GOLDEN / "qwen3")}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("speculation", ["draft", "heads"])
+def test_what_guesses_tokens_has_the_facts_of_an_engine(speculation: str, tmp_path: Path) -> None:
+    model, changes = guessing(speculation, tmp_path)
+    options = dataclasses.replace(OPTIONS, **changes)
+    device = Engine.from_pretrained(model, options).runner.device
+    made = device.builder(device.num_pages).facts()
+    assert compiled_set.differences(facts(model, **changes), made) == []
 
 
 def test_every_version_the_code_and_the_machine_are_named(
@@ -266,16 +284,26 @@ with Engine.from_pretrained(model, config) as engine:
 
 
 @pytest.mark.sweep
-def test_what_one_process_compiles_another_serves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("speculation", ["off", "draft", "heads"])
+def test_what_one_process_compiles_another_serves(tmp_path: Path, speculation: str) -> None:
     """It compiles nothing, and its tokens are PyTorch's. With another option it says so, and compiles."""
-    out, model = tmp_path / "out", str(GOLDEN / "qwen3")
-    sizes = {"kv_cache_bytes": 2**20, "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    out = tmp_path / "out"
+    model, changes = str(GOLDEN / "qwen3"), dict[str, Any]()
+    if speculation != "off":
+        model, changes = guessing(speculation, tmp_path)
+    sizes: dict[str, Any] = {
+        "kv_cache_bytes": 2**20,
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        **changes,
+    }
     given = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "penstock.cli", "compile", model, "--for", "cpu", "--out", str(out)]
     done = subprocess.run([*command, *given], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"are in {out}" in done.stdout
-    expected = json.loads((GOLDEN / "qwen3" / "expected.json").read_text())["cases"][0]
+    expected = json.loads((Path(model) / "expected.json").read_text())["cases"][0]
 
     def serve(**changes: Any) -> tuple[list[int], int, str]:
         arguments = [model, str(out), json.dumps(expected["prompt"]), json.dumps(sizes | changes)]

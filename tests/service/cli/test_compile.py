@@ -40,8 +40,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         (["--for", "abacus"], "for: abacus is no chip of the table"),
         (["--for", "cpu", "--max-num-seqs", "0"], "--max-num-seqs: must be from 1 to 4096, not 0"),
         (["--for", "cpu", "--max-model-len", "99999"], "--max-model-len: 99999 is more than the model's own"),
-        (["--for", "cpu", "--speculation", "draft"], "--speculation: programs of a model with a draft are"),
-        (["--for", "cpu", "--speculation", "heads"], "--speculation: programs cannot be compiled ahead for"),
+        (["--for", "cpu", "--speculation", "draft"], '--speculation: "draft" needs a --draft-model'),
+        (["--for", "cpu", "--speculation", "heads"], "--speculation: Qwen3ForCausalLM has no heads here"),
+        (
+            ["--for", "cpu", "--speculation", "draft", "--draft-model", str(GOLDEN / "lfm2")],
+            "it has a recurrent state, which cannot go back to where a guess was wrong",
+        ),
         (["--for", "cpu", "--max-adapter-rank", "5"], "--max-adapter-rank: must be one of 16,"),
     ],
 )

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.__main__ import main
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.planning import absent
+from penstock.runtime.planning.chips import Machine
 from tests.support.goldens import GOLDEN
 from tests.support.models.configs import published
 
@@ -88,12 +91,53 @@ def test_json_of_what_does_not_fit(run: Run, qwen: str) -> None:
         (["--draft-model", "nowhere"], "draft_model: nowhere is no folder that holds config.json"),
         (["--draft-model", str(GOLDEN / "lfm2")], "it has a recurrent state"),
         (["--draft-model", str(GOLDEN / "llama")], "draft_model: it reads at most 1024 tokens"),
+        (
+            ["--draft-model", str(GOLDEN / "llama"), "--for", "tpu-v5e", "--compile"],
+            "draft_model: it reads at most 1024 tokens",
+        ),
+        (
+            ["--for", "h100-2", "--expert-parallel"],
+            "h100-2: expert_parallel: must be left out: Qwen3ForCausalLM has no experts here",
+        ),
     ],
 )
 def test_what_is_refused(run: Run, qwen: str, arguments: list[str], problem: str) -> None:
-    code, _, told = run(qwen, *arguments)
+    code, shown, told = run(qwen, *arguments)
     assert code == 1
-    assert problem in told
+    assert problem in shown + told
+
+
+def test_a_model_is_dealt_as_the_server_deals_it(run: Run) -> None:
+    """Of DeepSeek's golden a token has 48 numbers of 4 bytes in 3 layers, half of them on each of two
+    devices.
+    """
+    ways = ("--expert-parallel", "--context-parallel")
+    _, shown, _ = run(str(GOLDEN / "deepseek_v3"), "--for", "h100-2", "--context", "64", "--json", *ways)
+    (machine,) = json.loads(shown)["machines"]
+    assert machine["kv_bytes_per_row"] == 64 * 3 * 48 * 4 // 2
+
+
+def test_what_cannot_be_cut_is_not_compiled(run: Run, qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(absent, "compiled_temp_bytes", lambda *_: pytest.fail("programs are compiled"))
+    code, shown, _ = run(qwen, "--for", "tpu-v5e-4", "--compile", "--draft-model", qwen)
+    assert code == 1
+    assert "tpu-v5e-4: draft_model: a model that is cut over devices takes no draft" in shown
+
+
+def test_the_programs_of_a_draft_are_compiled(run: Run, qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def compiled(config: ModelConfig, machine: Machine, options: EngineConfig, draft: ModelConfig) -> int:
+        asked.append((config, machine.name, options.speculation, draft))
+        return 2**30
+
+    monkeypatch.setattr(absent, "compiled_temp_bytes", compiled)
+    given = ("--for", "h200", "--context", "1024", "--compile", "--draft-model", qwen)
+    code, shown, _ = run(qwen, *given)
+    assert code == 0
+    assert "  scratch   1.00 GiB, as XLA reports" in shown.splitlines()
+    ((config, name, speculation, draft),) = asked
+    assert (name, speculation, draft) == ("h200", "draft", config)
 
 
 def test_a_folder_without_config_json_is_refused(run: Run, tmp_path: Path) -> None:

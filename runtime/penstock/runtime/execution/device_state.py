@@ -248,15 +248,11 @@ class DeviceState:
             adapters=self.adapters,
             draft=self._draft,
             draft_weights=self.draft_leaves,
-            rebuild_follower=None if self._draft is None else partial(self._follower, self._draft),
+            rebuild_follower=None
+            if self._draft is None
+            else partial(_follower, self._draft, self._draft_tree, self._rebuild, self._config.dtype),
             stage=self._stage,
         )
-
-    def _follower(self, draft: DraftModel, leaves: Weights, of_draft: Weights) -> Follower:
-        model = None
-        if draft.graphdef is not None:
-            model = nnx.merge(draft.graphdef, jax.tree.unflatten(self._draft_tree, of_draft))
-        return follower_of(draft, self._rebuild(leaves), model, jnp.dtype(self._config.dtype))
 
     def _rebuild(self, leaves: Weights) -> Any:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves))
@@ -311,11 +307,15 @@ def builder_of_shapes(
     config: RunnerConfig,
     backend: Backend,
     num_pages: tuple[int, ...],
+    draft: DraftModel | None = None,
 ) -> ProgramBuilder:
-    """Make the programs of a model whose `weights` are shapes with shardings. Nothing is put on a device, so
-    the backend's devices need not be there.
+    """Make the programs of a model whose `weights` are shapes with shardings, as are those of the draft.
+    Nothing is put on a device, so the backend's devices need not be there.
     """
     leaves, tree = jax.tree.flatten(weights)
+    drafted, draft_tree = jax.tree.flatten(None if draft is None else draft.weights)
+    if draft is not None:
+        cache, draft = cache.followed_by(draft.cache), dataclasses.replace(draft, weights=None)
 
     def rebuild(leaves: Weights) -> Any:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
@@ -335,7 +335,27 @@ def builder_of_shapes(
         sharding=sharding,
         pool=_pool_shapes(rebuild, own, config, sharding),
         adapters=_cut_adapter_shapes(config, backend.mesh),
+        draft=draft,
+        draft_weights=tuple(drafted),
+        rebuild_follower=None
+        if draft is None
+        else partial(_follower, draft, draft_tree, rebuild, config.dtype),
     )
+
+
+def _follower(
+    draft: DraftModel,
+    tree: Any,
+    rebuild: Callable[[Weights], Any],
+    dtype: jax.typing.DTypeLike,
+    leaves: Weights,
+    of_draft: Weights,
+) -> Follower:
+    """Make what guesses of the leaves of the served model and of those of the draft, of which `tree` says
+    where they belong.
+    """
+    model = None if draft.graphdef is None else nnx.merge(draft.graphdef, jax.tree.unflatten(tree, of_draft))
+    return follower_of(draft, rebuild(leaves), model, jnp.dtype(dtype))
 
 
 def _cut_adapter_shapes(config: RunnerConfig, mesh: jax.sharding.Mesh) -> Any:

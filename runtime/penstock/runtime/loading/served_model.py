@@ -309,21 +309,29 @@ def _home(stages: tuple[Stage, ...], backend: Backend, path: ParamPath) -> Named
 
 def shapes_of_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
     """Return the model that `load_model` would load, with shapes in place of its weights, of which only the
-    headers are read. The backend's devices need not be there. Raises as `load_model` does, and ConfigError
-    for a draft.
+    headers are read. The same holds for its draft. The backend's devices need not be there. Raises as
+    `load_model` does.
     """
-    if config.draft_model is not None:
-        raise ConfigError("draft_model: programs cannot be compiled ahead for a model with a draft")
-    if config.speculation == "heads":
-        raise ConfigError("speculation: programs cannot be compiled ahead for a model with heads")
     directory = resolve_model(model)
     facts = read_checkpoint(directory, config, backend)
-    sharding = cut_sharding(backend.mesh)
-    leaves = {
+    read = None if config.draft_model is None else read_draft(config.draft_model, facts, config, backend)
+
+    def shapes(facts: CheckpointFacts) -> Mapping[Any, Any]:
+        return placed_shapes(facts.config, facts.dtype, facts.linear, backend.mesh)
+
+    draft = None if read is None else _draft_of(read, shapes(read.facts), facts.config)
+    return _served(model, directory, config, facts, shapes(facts), draft)
+
+
+def placed_shapes(
+    config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat, mesh: jax.sharding.Mesh
+) -> dict[ParamPath, jax.ShapeDtypeStruct]:
+    """Return the shapes of a model's leaves of all devices together, with their places on the mesh."""
+    sharding = cut_sharding(mesh)
+    return {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for path, leaf in leaf_shapes(facts.config, facts.dtype, facts.linear).items()
+        for path, leaf in leaf_shapes(config, dtype, linear).items()
     }
-    return _served(model, directory, config, facts, leaves)
 
 
 def _served(
@@ -499,6 +507,12 @@ def _load_draft(read: DraftFacts, target: ModelConfig, config: EngineConfig, bac
         threads=config.threads or available_processors(),
     )
     host_memory.give_back()
+    return _draft_of(read, leaves, target)
+
+
+def _draft_of(read: DraftFacts, leaves: Mapping[Any, Any], target: ModelConfig) -> DraftModel:
+    """Make a draft for this target of its leaves, which may be shapes."""
+    facts, eagle = read.facts, read.facts.config.eagle
     graphdef, _ = abstract_model(facts.config, facts.dtype, facts.linear)
     return DraftModel(
         name=read.name,

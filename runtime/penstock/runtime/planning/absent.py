@@ -19,20 +19,20 @@ import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 
-from penstock.runtime.building import check_adapters, kv_plan, longest_shapes, with_whole_texts
+from penstock.runtime.building import check_adapters, check_draft, kv_plan, longest_shapes, with_whole_texts
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, choose_backend, has_own_memory
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device_state import builder_of_shapes, peak_temp_bytes
+from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.kv_sizing import DeviceMemory, check_max_model_len
-from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.program_set import ProgramBuilder
-from penstock.runtime.loading.served_model import ServedModel, reader_of, shapes_of_model
+from penstock.runtime.loading.served_model import ServedModel, placed_shapes, reader_of, shapes_of_model
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.cutting import cut_for
-from penstock.runtime.models.params import abstract_model, leaf_shapes, model_dtype, state_of
+from penstock.runtime.models.params import abstract_model, model_dtype, state_of
 from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.planning.chips import MOST_COMPILED, Chip, Machine
 from penstock.runtime.requests.sampling import GenerationDefaults
@@ -90,9 +90,11 @@ def absent_backend(machine: Machine, options: EngineConfig) -> Backend:
     return choose_backend(options, *devices_of(machine), memory=memory)
 
 
-def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend) -> ServedModel:
-    """Make a model whose weights are shapes with their places on the backend's devices. ConfigError if the
-    options do not suit it.
+def model_of_shapes(
+    config: ModelConfig, options: EngineConfig, backend: Backend, draft: ModelConfig | None = None
+) -> ServedModel:
+    """Make a model whose weights are shapes with their places on the backend's devices, and its draft of the
+    same kind. ConfigError if the options do not suit it.
     """
     check_max_model_len(options, config.max_position_embeddings)
     config = cut_for(config, options, backend.mesh.size)
@@ -100,11 +102,7 @@ def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend
     dtype = model_dtype(config, options.dtype)
     linear = backend.linear_format(dtype, options.quantization)
     graphdef, shapes = abstract_model(config, dtype, linear)
-    sharding = cut_sharding(backend.mesh)
-    leaves: Any = {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for path, leaf in leaf_shapes(config, dtype, linear).items()
-    }
+    leaves: Any = placed_shapes(config, dtype, linear, backend.mesh)
     return ServedModel(
         name=config.architecture,
         architecture=config.architecture,
@@ -122,14 +120,39 @@ def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend
         hidden_size=config.hidden_size,
         reader=reader_of(config),
         vision=None if config.vision is None else vision_of(config.vision),
+        draft=None if draft is None else _draft_of_shapes(draft, dtype, options, backend),
+    )
+
+
+def _draft_of_shapes(
+    config: ModelConfig, dtype: np.dtype[np.generic], options: EngineConfig, backend: Backend
+) -> DraftModel:
+    """Make the draft of a model that is computed in this dtype."""
+    config = config.for_context(options.max_model_len or config.max_position_embeddings)
+    linear = backend.linear_format(dtype, options.quantization)
+    graphdef, _ = abstract_model(config, dtype, linear)
+    leaves: Any = placed_shapes(config, dtype, linear, backend.mesh)
+    return DraftModel(
+        name=config.architecture,
+        graphdef=graphdef,
+        weights=state_of(config, leaves, dtype, linear),
+        cache=config.cache,
+        vocab_size=config.vocab_size,
     )
 
 
 def absent_programs(
-    config: ModelConfig, options: EngineConfig, backend: Backend, *, kv_bytes: int
+    config: ModelConfig,
+    options: EngineConfig,
+    backend: Backend,
+    *,
+    kv_bytes: int,
+    draft: ModelConfig | None = None,
 ) -> ProgramBuilder:
-    """Return what makes the programs of an engine with a cache of so many bytes on each device."""
-    model = model_of_shapes(config, options, backend)
+    """Return what makes the programs of an engine with a cache of so many bytes on each device. `draft`: the
+    draft model, where the options name one; None: there is none.
+    """
+    model = model_of_shapes(config, options, backend, draft)
     options = dataclasses.replace(options, kv_cache_bytes=kv_bytes, show_progress=False)
     return _builder(model, options, backend)
 
@@ -155,14 +178,19 @@ def _builder(model: ServedModel, options: EngineConfig, backend: Backend) -> Pro
     threads = options.threads or available_processors()
     resolved, shapes = longest_shapes(model, options, backend, threads=threads)
     check_adapters(model, resolved)
+    check_draft(model, resolved)
     kv = kv_plan(model, resolved, shapes, device_bytes=None)
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
-    return builder_of_shapes(model.graphdef, model.weights, model.cache, shapes, backend, kv.num_pages)
+    parts = (model.graphdef, model.weights, model.cache, shapes, backend)
+    return builder_of_shapes(*parts, kv.num_pages, model.draft)
 
 
-def compiled_temp_bytes(config: ModelConfig, machine: Machine, options: EngineConfig) -> int:
-    """Return the scratch memory of the largest program, as XLA reports it, with a cache of one row.
-    ConfigError, which says what to install, if XLA cannot compile for the chip here.
+def compiled_temp_bytes(
+    config: ModelConfig, machine: Machine, options: EngineConfig, draft: ModelConfig | None = None
+) -> int:
+    """Return the scratch memory of the largest program, as XLA reports it, with a cache of one row. `draft`:
+    as `absent_programs` takes it. ConfigError, which says what to install, if XLA cannot compile for the chip
+    here.
     """
     if missing := lacking(machine.chip):
         raise ConfigError(
@@ -170,11 +198,12 @@ def compiled_temp_bytes(config: ModelConfig, machine: Machine, options: EngineCo
         )
     backend = absent_backend(machine, options)
     own = cut_for(config, options, machine.devices).cache
+    own = own if draft is None else own.followed_by(draft.cache)
     pages = -(-(options.max_model_len or config.max_position_embeddings) // options.page_size)
     pages += machine.devices  # each has as many of dealt pages as any other
     rows = options.max_num_seqs or backend.sizes.num_seqs
     kv_bytes = pages * own.page_bytes(options.page_size, np.dtype(np.float32)) + 2 * rows * own.slot_bytes
-    return peak_temp_bytes(absent_programs(config, options, backend, kv_bytes=kv_bytes))
+    return peak_temp_bytes(absent_programs(config, options, backend, kv_bytes=kv_bytes, draft=draft))
 
 
 def name_of(job: ProgramKey | int | str) -> str:

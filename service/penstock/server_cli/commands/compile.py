@@ -52,6 +52,7 @@ _OPTIONS = frozenset(
         "state_snapshots",
         "max_decode_steps",
         "speculation",
+        "draft_model",
         "max_proposed_tokens",
         "page_size",
         "kv_cache_bytes",
@@ -120,8 +121,6 @@ def run(args: argparse.Namespace) -> int:
     # XLA cannot write a program that came from JAX's cache.
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        if args.speculation == "draft":
-            raise ConfigError("speculation: programs of a model with a draft are compiled where they run")
         options = options_of(
             EngineConfig, args, compilation_cache=None, max_cached_adapters=max(args.max_adapters, 1)
         )

@@ -30,6 +30,7 @@ examples:
   penstock plan ./Qwen3-8B --for tpu-v5e-4
   penstock plan ./Qwen3-30B-A3B --for h100 --quantization int8 --context 32768 --rows 8
   penstock plan ./Qwen3-8B --context 8192 --rows 32
+  penstock plan ./DeepSeek-V3 --for h200-8 --expert-parallel --context-parallel
 
 It reads only config.json. Without --for it shows all chips that it knows, as 1, 2, 4 and 8 devices, and names
 the machine with the least memory that holds the rows. Times are the least that the chip's rates allow; no
@@ -76,6 +77,16 @@ def add_parser(subparsers: Subparsers) -> None:
         help="tokens of a step, as with `penstock serve`; default: that of the chip",
     )
     add_model_options(parser)
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="each device has some of the experts of a mixture instead of a part of each",
+    )
+    parser.add_argument(
+        "--context-parallel",
+        action="store_true",
+        help="the cache of latent attention (DeepSeek) is dealt over the devices by pages",
+    )
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -127,8 +138,6 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
             "says what memory it takes"
         )
     draft = None if args.draft_model is None else _draft(args.draft_model, model)
-    if draft is not None and args.compile:
-        raise ConfigError("draft_model: with --compile, plan without a draft")
     options = EngineConfig(
         dtype=args.dtype,
         quantization=args.quantization,
@@ -136,10 +145,17 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         max_model_len=args.context,
         max_num_seqs=args.rows,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        expert_parallel=args.expert_parallel,
+        context_parallel=args.context_parallel,
+        speculation="off" if draft is None else "draft",
+        draft_model=args.draft_model,
     )
     machines = all_machines() if args.machine is None else (read_machine(args.machine),)
-    temp = absent.compiled_temp_bytes(model, machines[0], options) if args.compile else None
-    return [plan(model, machine, options, draft=draft, temp_bytes=temp) for machine in machines]
+    plans = [plan(model, machine, options, draft=draft) for machine in machines]
+    if not args.compile or plans[0].decode is None:
+        return plans
+    temp = absent.compiled_temp_bytes(model, machines[0], options, draft)
+    return [plan(model, machines[0], options, draft=draft, temp_bytes=temp)]
 
 
 def _draft(folder: str, target: ModelConfig) -> ModelConfig:
