@@ -184,6 +184,20 @@ def _rows_of(index: Array, ends: Array, *, decode_only: bool) -> Array:
     return jnp.minimum(jnp.searchsorted(ends, index, side="right"), last).astype(jnp.int32)
 
 
+def blocks_of(q_lens: Array, num_tokens: int, block: int) -> tuple[Array, Array, Array]:
+    """Tell how a step of `num_tokens` tokens, with q_lens int32[R] of each row, is cut into blocks: of each
+    block int32[B] its row, how many tokens of the row are before it, and how many it has; 0 for padding.
+    """
+    num_rows = q_lens.shape[0]
+    of_row = (q_lens + (block - 1)) // block
+    ends = jnp.cumsum(of_row)
+    number = jnp.arange(min(num_tokens, num_tokens // block + num_rows), dtype=jnp.int32)
+    rows = jnp.minimum((number[:, None] >= ends[None, :]).sum(axis=1, dtype=jnp.int32), num_rows - 1)
+    before = (number - (ends - of_row)[rows]) * block
+    counts = jnp.clip(q_lens[rows] - before, 0, block)
+    return rows, before, counts
+
+
 def with_pages(meta: AttentionMeta, page_table: Array, page_size: int, num_pages: int) -> AttentionMeta:
     """Return the metadata of the same step for layers of another group, whose cache has `num_pages` pages."""
     real = jnp.arange(meta.positions.shape[0], dtype=jnp.int32) < meta.num_tokens

@@ -1,5 +1,5 @@
-"""The kernel for decode steps on GPUs, interpreted on a CPU and compared with a dense softmax in float64; and
-which programs have it, as they are lowered and compiled for a GPU that is not there.
+"""The kernels for attention on GPUs, interpreted on a CPU and compared with a dense softmax in float64; and
+which programs have them, as they are lowered and compiled for a GPU that is not there.
 
 What a row must not read is NaN, also within its pages.
 """
@@ -31,8 +31,12 @@ from tests.support.native.attention import Case, Options, Shape, check, draw, ru
 
 BF16, F32, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int8)
 ROWS, WIDTH, PAGES = 3, 4, 14
+TOKENS = 150
+"""Of a step with chunks: two blocks of 64 tokens, or one of 128, and a part of another."""
 TOLERANCE = 2e-2
 """Weights and results are rounded to bfloat16, by 2^-9 of about 4 at most."""
+# The interpreter multiplies with keys that are NaN, before the kernel masks the products.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="JAX before 0.11 cannot interpret kernels for GPUs"
 )
@@ -42,20 +46,31 @@ needs_cuda = pytest.mark.skipif(
 
 
 @functools.cache
-def step(shape: Shape, options: Options) -> Callable[..., Any]:
-    return runner(functools.partial(gpu_paged_attention, interpreted=True), shape, options, decode=True)
+def step(shape: Shape, options: Options, *, decode: bool) -> Callable[..., Any]:
+    return runner(functools.partial(gpu_paged_attention, interpreted=True), shape, options, decode=decode)
 
 
-def attends(shape: Shape, options: Options, pasts: list[int], seed: int, **how: Any) -> None:
-    batch = draw([Case(past, 1) for past in pasts], shape, options, seed)
+def attends(
+    cases: list[Case], shape: Shape, options: Options, seed: int, *, decode: bool, **how: Any
+) -> None:
+    batch = draw(cases, shape, options, seed)
     stored = dataclasses.replace(batch, cache=batch.cache.view(BF16))
     interpreting: Any = plgpu
     with interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams(**how)):
-        check(batch, step(shape, options)(stored), TOLERANCE)
+        check(batch, step(shape, options, decode=decode)(stored), TOLERANCE)
+
+
+def single(pasts: list[int], shape: Shape, options: Options, seed: int, **how: Any) -> None:
+    """Compute rows of one token in a decode step."""
+    attends([Case(past, 1) for past in pasts], shape, options, seed, decode=True, **how)
 
 
 def sized(heads: int, kv_heads: int, dim: int = 64, page: int = 64) -> Shape:
     return Shape(heads, kv_heads, dim, page, ROWS, ROWS, WIDTH, PAGES, dtype="bfloat16")
+
+
+def chunked(heads: int, kv_heads: int, dim: int = 64, page: int = 64) -> Shape:
+    return dataclasses.replace(sized(heads, kv_heads, dim, page), tokens=TOKENS)
 
 
 @needs_interpreter
@@ -76,13 +91,13 @@ def test_rows_of_any_length(shape: Shape, options: Options, data: st.DataObject,
     most = WIDTH * shape.page - 1
     edges = st.sampled_from([0, shape.page - 1, shape.page, 2 * shape.page, most])
     pasts = data.draw(st.lists(edges | st.integers(0, most), min_size=1, max_size=ROWS))
-    attends(shape, options, pasts, seed)
+    single(pasts, shape, options, seed)
 
 
 @needs_interpreter
 def test_more_heads_than_a_product_of_the_tensor_cores_has_rows() -> None:
     """Nine heads of keys, with eight of queries each, are two launches."""
-    attends(sized(72, 9), Options(sinks=True), [70, 0], 1)
+    single([70, 0], sized(72, 9), Options(sinks=True), 1)
 
 
 @needs_interpreter
@@ -92,8 +107,86 @@ def test_no_warpgroup_reads_what_another_still_writes(options: Options) -> None:
     """A row's pages come round to each place in shared memory more than once."""
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
     shape = dataclasses.replace(sized(8, 1), width=9, pages=30)
-    attends(shape, options, [9 * 64 - 1, 3, 450], 2, detect_races=True)
+    single([9 * 64 - 1, 3, 450], shape, options, 2, detect_races=True)
     assert not races().races_found
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Case]:
+    """Rows of one token and of more, of which the step has room for TOKENS together."""
+    left, cases = TOKENS, []
+    for _ in range(draw(st.integers(1, ROWS))):
+        if left:
+            new = draw(st.sampled_from([1, min(64, left), left]) | st.integers(1, left))
+            most = WIDTH * 64 - new
+            edges = st.sampled_from([0, min(63, most), min(64, most), most])
+            cases.append(Case(draw(edges | st.integers(0, most)), new))
+            left -= new
+    return cases
+
+
+@needs_interpreter
+@pytest.mark.ci
+def test_chunks_beside_rows_of_one_token() -> None:
+    """Three pages before a chunk of two tiles, and one key before a single token."""
+    cases = [Case(190, 66), Case(1, 1), Case(0, 2)]
+    attends(cases, chunked(2, 1), Options(softcap=2.0, sinks=True), 5, decode=False)
+
+
+@needs_interpreter
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (chunked(4, 2), Options()),
+        (chunked(3, 1), Options(window=70)),  # the tiles of a block have tokens of one head
+        (chunked(4, 1, page=128), Options(chunk=40, softcap=2.0, sinks=True)),
+        (chunked(2, 2, dim=256), Options(window=50, chunk=96)),  # a block has one tile
+        (chunked(2, 1, dim=128), Options(window=1, sinks=True)),
+    ],
+    ids=["plain", "odd", "everything", "wide", "narrow"],
+)
+@settings(max_examples=4, deadline=None)
+@given(cases=steps(), seed=st.integers(0, 2**31))
+def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case], seed: int) -> None:
+    attends(cases, shape, options, seed, decode=False)
+
+
+@needs_interpreter
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("heads", "options"), [(2, Options()), (3, Options(window=200, sinks=True))], ids=["heads", "tokens"]
+)
+def test_no_tile_of_a_chunk_reads_what_another_still_writes(heads: int, options: Options) -> None:
+    """A block's pages come round to each place in shared memory more than once."""
+    races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
+    shape = dataclasses.replace(chunked(heads, 1), width=9, pages=30)
+    attends([Case(420, 140), Case(7, 3)], shape, options, 2, decode=False, detect_races=True)
+    assert not races().races_found
+
+
+@needs_interpreter
+@pytest.mark.sweep
+@pytest.mark.parametrize(("window", "pages"), [(None, 5 + 6 + 7), (64, 3 + 3 + 3)])
+def test_a_chunk_copies_the_pages_that_its_blocks_attend_to(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, pages: int
+) -> None:
+    """140 tokens after 250, in blocks of 64, which end before positions 314, 378 and 390: they read 5, 6 and
+    7 pages of 64. With a window of 64 the blocks see positions from 187, 251 and 315 on, so they read pages 2
+    to 4, 3 to 5 and 4 to 6. Each of the two heads has its own queries.
+    """
+    copies = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+    task, copied = copies.AsyncCopyGmemToSmemTask, []
+    read = task.pre_read
+
+    def counting(copy: Any, *arguments: Any) -> None:
+        copied.append(np.prod(copy.src_access.shape) * BF16.itemsize)
+        read(copy, *arguments)
+
+    monkeypatch.setattr(task, "pre_read", counting)
+    shape = dataclasses.replace(chunked(2, 1), width=20, pages=30)
+    attends([Case(250, 140)], shape, Options(window=window), 1, decode=False)
+    assert sum(copied) == pages * 64 * (2 * 64 * 2) + 2 * 3 * 64 * (64 * 2)
 
 
 def lowered(shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool) -> str:
@@ -113,10 +206,13 @@ def lowered(shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool
             page_size=shape.page,
             num_pages=shape.pages,
         )
+        if options.ahead is not None:
+            meta = meta._replace(reach=meta.positions + 1)
         given: dict[str, Any] = {
             "sliding_window": options.window,
             "softcap": options.softcap,
             "chunk": options.chunk,
+            "slopes": jnp.ones(shape.heads, jnp.float32) if options.alibi else None,
         }
         return gpu_paged_attention(
             q, k, v, kv, meta, AttentionOptions(0.1, **given, value_dim=shape.value_dim)
@@ -142,7 +238,11 @@ def lowered(shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool
         (sized(16, 8, dim=128), Options(), BF16, True, 2),
         (sized(8, 4, dim=256), Options(window=512, softcap=50.0), BF16, True, 2),
         (sized(14, 2), Options(chunk=128), BF16, True, 1),  # narrow heads are merged by XLA
-        (sized(16, 8, dim=128), Options(), BF16, False, 0),  # prompts
+        (sized(16, 8, dim=128), Options(), BF16, False, 3),  # rows of one token, and of several
+        (sized(15, 3), Options(window=512, softcap=50.0), BF16, False, 2),
+        (sized(16, 8, dim=128), Options(alibi=True), BF16, False, 0),
+        (sized(16, 8, dim=128), Options(ahead=5), BF16, False, 0),
+        (sized(16, 8, dim=128), Options(), INT8, False, 0),
         (sized(16, 8, dim=128), Options(), INT8, True, 0),
         (dataclasses.replace(sized(16, 8), dtype="float32"), Options(), F32, True, 0),
         (sized(16, 8, dim=96), Options(), BF16, True, 0),
@@ -150,7 +250,7 @@ def lowered(shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool
         (dataclasses.replace(sized(16, 1, dim=192), value_dim=128), Options(), BF16, True, 0),
     ],
 )
-def test_which_programs_have_the_kernel(
+def test_which_programs_have_the_kernels(
     shape: Shape, options: Options, kept: np.dtype[Any], decode: bool, launches: int
 ) -> None:
     text = lowered(shape, options, kept, decode=decode)

@@ -1,5 +1,6 @@
-"""Paged attention on GPUs: decode programs call the kernel of `decode_attention`, and what it cannot do, XLA
-computes. Which of the two is decided when a program is traced.
+"""Paged attention on GPUs: rows of one token have the kernel of `decode_attention`, rows of several tokens
+that of `chunk_attention`, and what these cannot do, XLA computes. Which of them a program calls is decided
+when it is traced.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from penstock.runtime.ops.attention import (
     oldest_visible,
     paged_attention,
 )
+from penstock.runtime.ops.gpu.chunk_attention import chunk_attention
 from penstock.runtime.ops.gpu.decode_attention import decode_attention, takes
 from penstock.runtime.ops.kv_rows import write_kv
 
@@ -23,9 +25,7 @@ from penstock.runtime.ops.kv_rows import write_kv
 def supports(
     q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct, value_dim: int | None = None
 ) -> bool:
-    """Say whether the kernel can handle the queries [R, H, D] of a decode step against such a cache, with
-    this `value_dim`.
-    """
+    """Say whether the kernels can handle queries [T, H, D] against such a cache, with this `value_dim`."""
     _, planes, kv_heads, page_size, dim = kv.shape
     return (
         q.dtype == kv.dtype == jnp.bfloat16
@@ -45,25 +45,48 @@ def gpu_paged_attention(
     *,
     interpreted: bool = False,
 ) -> tuple[Array, Array]:
-    """Compute `paged_attention` by the kernel in programs for rows of one token and shapes that it supports,
-    else in XLA. `interpreted`: as Pallas' interpreter wants it, for tests.
+    """Compute `paged_attention` by the kernels for causal attention and shapes that they support, else in
+    XLA. `interpreted`: as Pallas' interpreter wants it, for tests.
     """
     check_cache(q, v_new, kv, options.value_dim)
-    is_decode = meta.block_tokens.shape[1] == 1 and options.slopes is None
-    if not is_decode or not supports(q, kv, options.value_dim):
+    cannot = options.slopes is not None or meta.reach is not None
+    if cannot or not supports(q, kv, options.value_dim):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
-    ends = jnp.where(meta.q_lens > 0, meta.kv_lens, 0)
-    oldest = oldest_visible(ends - 1, options.sliding_window, options.chunk)
-    out = decode_attention(
+
+    def of_single(q: Array, kv_lens: Array) -> Array:
+        """Attend with one query of each row, [R, H, D], after so many tokens, int32[R]; 0 for others."""
+        oldest = oldest_visible(kv_lens - 1, options.sliding_window, options.chunk)
+        return decode_attention(
+            q,
+            kv,
+            oldest,
+            kv_lens,
+            meta.page_table,
+            options.sinks,
+            scale=options.scale,
+            softcap=options.softcap,
+            interpreted=interpreted,
+        )
+
+    q_lens = meta.q_lens
+    if meta.block_tokens.shape[1] == 1:  # a program for rows of one token
+        return of_single(q, jnp.where(q_lens > 0, meta.kv_lens, 0)), kv
+    firsts = jnp.cumsum(q_lens) - q_lens
+    of_rows = of_single(q[jnp.minimum(firsts, q.shape[0] - 1)], jnp.where(q_lens == 1, meta.kv_lens, 0))
+    of_chunks = chunk_attention(
         q,
         kv,
-        oldest,
-        ends,
+        firsts,
+        meta.starts,
+        jnp.where(q_lens > 1, q_lens, 0),
         meta.page_table,
         options.sinks,
         scale=options.scale,
+        window=options.sliding_window,
+        chunk=options.chunk,
         softcap=options.softcap,
         interpreted=interpreted,
     )
-    return out, kv
+    in_chunk = (q_lens[meta.token_rows] > 1) & (jnp.arange(q.shape[0]) < meta.num_tokens)
+    return jnp.where(in_chunk[:, None, None], of_chunks, of_rows[meta.token_rows]), kv

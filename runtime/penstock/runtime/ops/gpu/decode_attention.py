@@ -2,21 +2,17 @@
 
 There are two launches. In the first, a block of threads takes one row, one head of keys and one share of the
 pages that the row attends to. One warpgroup brings pages to shared memory, a few ahead; the other multiplies
-and keeps an online softmax, as `penstock.runtime.ops.attention` does. The tensor cores take at least 64 rows,
-so the queries of all heads are multiplied, and only those that read this head of keys are kept: decoding
-waits for memory and not for products. A block writes its sum of values, the peak of its scores and the sum of
-its weights. The second launch merges the shares of a row.
+and keeps an `online_softmax`. The tensor cores take at least 64 rows, so the queries of all heads are
+multiplied, and only those that read this head of keys are kept: decoding waits for memory and not for
+products. A block writes its sum of values, the peak of its scores and the sum of its weights. The second
+launch merges the shares of a row.
 
-Lengths and page tables are read at run time. Padding rows cost nothing, and their output is 0. Scores are in
-units of log2, because the GPU has an instruction for powers of 2. Weights are rounded to bfloat16 before they
-multiply values; everything else is float32.
+Lengths and page tables are read at run time. Padding rows cost nothing, and their output is 0.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,32 +21,31 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-TILE = 64
-"""Rows of a product of the tensor cores, so the most heads of queries of one launch."""
-_SWIZZLE = 64
-"""Channels of bfloat16 that one line of 128 bytes in shared memory holds."""
+from penstock.runtime.ops.gpu import online_softmax
+from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
+from penstock.runtime.ops.gpu.tiles import (
+    BARRIER_BYTES,
+    SHARED_BYTES,
+    SWIZZLE,
+    TILE,
+    TILED,
+    launched,
+    loaded,
+)
+
 _HEADS = 8
 """Heads of queries come to shared memory in whole tiles of so many."""
-_SHARED_BYTES = 227 * 1024
-"""Shared memory that a block can have on Hopper."""
-_BARRIER_BYTES = 1024
-"""More than the barriers take of it."""
 _THREADS = 128
 """Threads of a warpgroup, each of which holds as many channels of a vector."""
-_MOST_STAGES = 3
-_LEAST_STAGES = 2
 _BLOCKS = 264
 """So many blocks are wanted: two for each multiprocessor."""
 _MOST_SPLITS = 32
-_LOG2E = math.log2(math.e)
-_LOW = -1e30
-_ACC: Any = plgpu.ACC  # type: ignore[attr-defined] # it is public, under another name than its class
 
 
 def stages_for(page_size: int, dim: int) -> int:
     """Tell how many pages of keys and of values shared memory can hold at a time; less than 2 do not do."""
-    beside = TILE * dim * (2 + 4) + 2 * TILE * 4 + _BARRIER_BYTES
-    return min(_MOST_STAGES, (_SHARED_BYTES - beside) // (2 * page_size * dim * 2))
+    beside = TILE * dim * (2 + 4) + 2 * TILE * 4 + BARRIER_BYTES
+    return min(MOST_STAGES, (SHARED_BYTES - beside) // (2 * page_size * dim * 2))
 
 
 def takes(page_size: int, dim: int, group: int) -> bool:
@@ -59,9 +54,9 @@ def takes(page_size: int, dim: int, group: int) -> bool:
     """
     return (
         page_size in (TILE, 2 * TILE)
-        and dim % _SWIZZLE == 0
+        and dim % SWIZZLE == 0
         and group <= TILE
-        and stages_for(page_size, dim) >= _LEAST_STAGES
+        and stages_for(page_size, dim) >= LEAST_STAGES
     )
 
 
@@ -134,13 +129,6 @@ def _of_shares(
     num_rows, num_heads, dim = q.shape
     page_size = kv.shape[3]
     stages = stages_for(page_size, dim)
-    tiled = (plgpu.TilingTransform((8, _SWIZZLE)), plgpu.SwizzleTransform(128))
-
-    def capped(scores: Any) -> Any:
-        scores = scores * scale
-        if softcap is not None:  # c * tanh(s / c), by a power of 2
-            scores = 2 * softcap / (1 + jnp.exp2(scores * (-2 * _LOG2E / softcap))) - softcap
-        return scores * _LOG2E
 
     def kernel(
         q_ref: Any,
@@ -179,77 +167,42 @@ def _of_shares(
 
             @pl.when(warpgroup == 0)
             def _compute() -> None:
-                by_row = plgpu.Layout.WGMMA.reduce(1)
-                peak = plgpu.layout_cast(jnp.full((TILE,), _LOW, jnp.float32), by_row)
-                total = plgpu.layout_cast(jnp.full((TILE,), 0, jnp.float32), by_row)
-                acc = plgpu.layout_cast(jnp.full((TILE, dim), 0, jnp.float32), plgpu.Layout.WGMMA)
-
                 @pl.when(steps > 0)
                 def _() -> None:
                     plgpu.copy_gmem_to_smem(q_ref.at[row], q_smem.at[pl.ds(0, num_heads)], q_bar)
                     plgpu.barrier_wait(q_bar)
 
-                def step(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-                    acc, peak, total = carry
+                def step(i: Any, sums: Sums) -> Sums:
                     stage = lax.rem(i, jnp.int32(stages))
                     position = (begin + i) * page_size
                     plgpu.barrier_wait(k_bars.at[stage])
-
-                    def multiply(acc_ref: Any) -> Any:
-                        plgpu.wgmma(acc_ref, q_smem, k_smem.at[stage].transpose((1, 0)))
-                        return acc_ref[...]
-
-                    scores = pl.run_scoped(multiply, _ACC((TILE, page_size), jnp.float32))
+                    scores = online_softmax.product(q_smem, k_smem.at[stage])
 
                     @pl.when(i + stages < steps)  # else nobody waits for it
                     def _() -> None:
                         plgpu.barrier_arrive(k_free.at[stage])
 
                     at = position + plgpu.broadcasted_iota(
-                        jnp.int32, (TILE, page_size), 1, layout=plgpu.Layout.WGMMA
+                        jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA
                     )
-                    scores = jnp.where((at >= seen_from) & (at < seen_to), capped(scores), _LOW)
-                    top = jnp.maximum(peak, scores.max(axis=1))
-                    fade = jnp.exp2(peak - top)
-                    weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
-                    total = total * fade + weights.sum(axis=1)
-                    acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
-                    weights = weights.astype(jnp.bfloat16)
+                    scores = online_softmax.capped(scores, scale, softcap)
+                    scores = jnp.where((at >= seen_from) & (at < seen_to), scores, LOW)
+                    weights, sums = online_softmax.weighed(scores, sums)
                     plgpu.barrier_wait(v_bars.at[stage])
 
                     @pl.when((position < seen_from) | (position + page_size > seen_to))
-                    def _() -> None:  # what the row does not attend to may be NaN
-                        held = position + plgpu.broadcasted_iota(
-                            jnp.int32, (page_size, dim), 0, layout=plgpu.Layout.WGMMA
-                        )
-                        held = (held >= seen_from) & (held < seen_to)
-                        values = _loaded(v_smem.at[stage], plgpu.Layout.WGMMA, optimized=False)
-                        v_smem[stage] = jnp.where(held, values, jnp.zeros_like(values))
-                        plgpu.commit_smem()
+                    def _() -> None:
+                        online_softmax.clean(v_smem.at[stage], position, seen_from, seen_to)
 
-                    if interpreted:
-                        w_smem[...] = weights
-                        plgpu.commit_smem()
-
-                        def product(acc_ref: Any) -> Any:
-                            plgpu.wgmma(acc_ref, w_smem, v_smem.at[stage])
-                            return acc_ref[...]
-
-                        acc = acc + pl.run_scoped(product, _ACC((TILE, dim), jnp.float32))
-                    else:
-
-                        def add(acc_ref: Any) -> None:
-                            plgpu.wgmma(acc_ref, weights, v_smem.at[stage])
-
-                        acc = pl.run_state(add)(_ACC.init(acc))
+                    acc = online_softmax.added(sums.acc, weights, v_smem.at[stage], w_smem)
 
                     @pl.when(i + stages < steps)
                     def _() -> None:
                         plgpu.barrier_arrive(v_free.at[stage])
 
-                    return acc, top, total
+                    return sums._replace(acc=acc)
 
-                acc, peak, total = lax.fori_loop(0, steps, step, (acc, peak, total))
+                acc, peak, total = lax.fori_loop(0, steps, step, online_softmax.begin(dim))
                 acc_smem[...] = acc
                 row_smem[0] = peak
                 row_smem[1] = total
@@ -283,12 +236,12 @@ def _of_shares(
 
         pl.run_scoped(
             scoped,
-            plgpu.SMEM((TILE, dim), jnp.bfloat16, transforms=tiled),
-            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=tiled),
-            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=tiled),
+            plgpu.SMEM((TILE, dim), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED),
             plgpu.SMEM((TILE, dim), jnp.float32),
             plgpu.SMEM((2, TILE), jnp.float32),
-            plgpu.SMEM((TILE, page_size), jnp.bfloat16, transforms=tiled) if interpreted else None,
+            plgpu.SMEM((TILE, page_size), jnp.bfloat16, transforms=TILED) if interpreted else None,
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
@@ -297,7 +250,7 @@ def _of_shares(
             collective_axes="warpgroup",
         )
 
-    made: tuple[Array, Array, Array] = _launched(
+    made: tuple[Array, Array, Array] = launched(
         kernel,
         (
             jax.ShapeDtypeStruct((num_rows, count, splits, group, dim), jnp.float32),
@@ -320,7 +273,7 @@ def _merged_in_xla(acc: Array, peak: Array, total: Array, sinks: Array | None) -
     own = jnp.arange(kv_heads * group, dtype=jnp.int32).reshape(1, kv_heads, 1, group)
     peak, total = (jnp.take_along_axis(each, own, axis=3) for each in (peak, total))
     top = peak.max(axis=2, keepdims=True)
-    sink = None if sinks is None else sinks.reshape(1, kv_heads, 1, group) * _LOG2E
+    sink = None if sinks is None else sinks.reshape(1, kv_heads, 1, group) * LOG2E
     if sink is not None:
         top = jnp.maximum(top, sink)
     fade = jnp.exp2(peak - top)
@@ -344,8 +297,8 @@ def _merged_here(acc: Array, peak: Array, total: Array, sinks: Array | None) -> 
         peaks = [peak_ref[row, head, s, h] for s in range(splits)]
         totals = [total_ref[row, head, s, h] for s in range(splits)]
         layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=1)
-        parts = [_loaded(acc_ref.at[row, head, s, member], layout) for s in range(splits)]
-        sink = [ref[h] * jnp.float32(_LOG2E) for ref in sinks_ref]
+        parts = [loaded(acc_ref.at[row, head, s, member], layout) for s in range(splits)]
+        sink = [ref[h] * jnp.float32(LOG2E) for ref in sinks_ref]
         top = functools.reduce(jnp.maximum, [*peaks, *sink])
         fades = [jnp.exp2(each - top) for each in peaks]
         below = sum((fade * each for fade, each in zip(fades, totals, strict=True)), jnp.float32(0))
@@ -356,23 +309,10 @@ def _merged_here(acc: Array, peak: Array, total: Array, sinks: Array | None) -> 
         scale = jnp.float32(1) / jnp.maximum(below, jnp.float32(1e-30))
         out_ref[row, h] = (above * scale).astype(jnp.bfloat16)
 
-    merged: Array = _launched(
+    merged: Array = launched(
         kernel,
         jax.ShapeDtypeStruct((num_rows, heads, dim), jnp.bfloat16),
         grid=(heads, num_rows),
         grid_names=("query head", "row"),
     )(acc, peak, total, *(() if sinks is None else (sinks,)))
     return merged
-
-
-def _loaded(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
-    """Read in this layout. JAX 0.10 wants an index beside the reference, and 0.11 warns of it."""
-    index: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
-
-
-def _launched(kernel: Callable[..., None], out: Any, **how: Any) -> Callable[..., Any]:
-    # Rows are reduced within warps, which takes no shared memory.
-    params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
-    launched: Callable[..., Any] = plgpu.kernel(kernel, out_type=out, compiler_params=params, **how)
-    return launched

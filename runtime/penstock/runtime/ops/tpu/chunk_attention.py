@@ -21,6 +21,7 @@ import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from penstock.runtime.ops.attention import blocks_of
 from penstock.runtime.ops.tpu.decode_attention import LANES, stages_for
 from penstock.runtime.ops.tpu.online_softmax import OnlineSoftmax
 
@@ -40,20 +41,6 @@ def block_for(num_heads: int, dim: int) -> int:
     while block * per_token > _BLOCK_BYTES:
         block //= 2
     return block
-
-
-def blocks_of(q_lens: Array, num_tokens: int, block: int) -> tuple[Array, Array, Array]:
-    """Tell how a step of `num_tokens` tokens, with q_lens int32[R] of each row, is cut into blocks: of each
-    block int32[B] its row, how many tokens of the row are before it, and how many it has; 0 for padding.
-    """
-    num_rows = q_lens.shape[0]
-    of_row = (q_lens + (block - 1)) // block
-    ends = jnp.cumsum(of_row)
-    number = jnp.arange(min(num_tokens, num_tokens // block + num_rows), dtype=jnp.int32)
-    rows = jnp.minimum((number[:, None] >= ends[None, :]).sum(axis=1, dtype=jnp.int32), num_rows - 1)
-    before = (number - (ends - of_row)[rows]) * block
-    counts = jnp.clip(q_lens[rows] - before, 0, block)
-    return rows, before, counts
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "chunk", "softcap", "interpret"))

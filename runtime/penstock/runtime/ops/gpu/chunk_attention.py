@@ -1,0 +1,286 @@
+"""Attention of steps with chunks of prompts on GPUs of the Hopper generation: a kernel in Pallas' Mosaic GPU
+that reads only the pages in use.
+
+A block of threads takes some consecutive tokens of one row, and one or two heads of queries that read the
+same head of keys. One warpgroup brings the row's pages to shared memory, a few ahead. Each of the others has
+a tile of 64 queries of one head, and keeps an `online_softmax` of them. If a block has two heads, its two
+tiles are of the same tokens, and each page is brought once for both. Where an odd number of heads of queries
+reads a head of keys, the two tiles have consecutive tokens of one head. Each block reads the pages from the
+first one that its first token attends to, up to that of its last token.
+
+Pages that all of a block's tokens attend to need no mask, so without windows and chunks they have a loop of
+their own. Results go out in pieces of 64, 32, 16, ... tokens that are together what the tile has, so no block
+touches what belongs to another.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from penstock.runtime.ops.gpu import online_softmax
+from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
+from penstock.runtime.ops.gpu.tiles import (
+    BARRIER_BYTES,
+    LINES,
+    SHARED_BYTES,
+    TILE,
+    TILED,
+    aligned_blocks,
+    copy_rows,
+    launched,
+)
+
+_REGISTERS, _REGISTERS_TO_FETCH = 232, 40
+"""Of each thread of the warpgroups that multiply, and of the one that fetches: where there are three
+warpgroups, equal shares would be too few for those that multiply."""
+
+
+def tiles_for(page_size: int, dim: int) -> tuple[int, int]:
+    """Tell how many tiles of queries a block has, and how many pages shared memory holds at a time. Sizes
+    that `decode_attention` takes have room for one tile and two pages.
+    """
+    for tiles in (2, 1):
+        beside = tiles * TILE * dim * (2 + 2) + BARRIER_BYTES
+        stages = min(MOST_STAGES, (SHARED_BYTES - beside) // (2 * page_size * dim * 2))
+        if stages >= LEAST_STAGES:
+            break
+    return tiles, stages
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "chunk", "softcap", "interpreted"))
+def chunk_attention(
+    q: Array,
+    kv: Array,
+    firsts: Array,
+    starts: Array,
+    q_lens: Array,
+    page_table: Array,
+    sinks: Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    interpreted: bool = False,
+) -> Array:
+    """Compute causal attention of rows of several tokens: q bfloat16 [T, H, D], kv bfloat16
+    [page, 2, KH, page size, D] -> bfloat16 [T, H, D], which is undefined for tokens of no row.
+
+    Row r has the q_lens[r] tokens of q from firsts[r] on, which are at its positions from starts[r] on, and
+    their keys and values are in the cache; with q_lens 0 it costs nothing. page_table int32[R, P] has the
+    page of each position. What no token attends to may be NaN. `sinks` float32[H], `scale`, `window`,
+    `chunk` and `softcap` are as in `AttentionOptions`. `interpreted`: in the form that Pallas' interpreter
+    knows.
+    """
+    num_tokens, num_heads, dim = q.shape
+    _, _, kv_heads, page_size, _ = kv.shape
+    group = num_heads // kv_heads
+    tiles, stages = tiles_for(page_size, dim)
+    heads = tiles if group % tiles == 0 else 1
+    block = TILE * tiles // heads
+    blocks = aligned_blocks(firsts, q_lens, num_tokens, block)
+    positions = starts[blocks.owners] + blocks.passed
+
+    def kernel(
+        q_ref: Any,
+        kv_ref: Any,
+        rows_ref: Any,
+        eighths_ref: Any,
+        positions_ref: Any,
+        before_ref: Any,
+        ends_ref: Any,
+        table_ref: Any,
+        *others: Any,
+    ) -> None:
+        *sinks_ref, out_ref = others
+        number, first_head = lax.axis_index("block"), lax.axis_index("heads") * heads
+        row, position = rows_ref[number], positions_ref[number]  # the position of the block's first row
+        before, end = before_ref[number], ends_ref[number]
+        page = jnp.int32(page_size)
+        first_asking = position + before
+        seen_from, seen_to = jnp.int32(0), position + end
+        if window is not None:
+            seen_from = jnp.maximum(seen_from, first_asking - (window - 1))
+        if chunk is not None:
+            chunk_begin = first_asking - lax.rem(first_asking, jnp.int32(chunk))
+            seen_from = jnp.maximum(seen_from, chunk_begin)
+        first_page = lax.div(seen_from, page)
+        steps = jnp.where(end > 0, lax.div(seen_to + (page_size - 1), page) - first_page, 0)
+        # So many pages are seen by all of the block's tokens, because the first one sees them.
+        whole = jnp.int32(0)
+        if window is None and chunk is None:
+            whole = jnp.minimum(steps, lax.div(first_asking + 1, page))
+
+        def seen_by(asking: Any, at: Any) -> Any:
+            """Tell which positions `at` the tokens at `asking` attend to."""
+            seen = at <= asking
+            if window is not None:
+                seen &= at > asking - window
+            if chunk is not None:
+                for n in range(block // chunk + 2):  # the chunks that a block may lie in
+                    own = chunk_begin + n * chunk
+                    seen &= (at >= own) | (asking < own)
+            return seen
+
+        def scoped(
+            q_smem: Any,
+            k_smem: Any,
+            v_smem: Any,
+            out_smem: Any,
+            w_smem: Any,
+            q_bars: Any,
+            k_bars: Any,
+            v_bars: Any,
+            k_free: Any,
+            v_free: Any,
+            cleaned: Any,
+        ) -> None:
+            tile = lax.axis_index("warpgroup")
+
+            @pl.when(tile < tiles)
+            def _compute() -> None:
+                if tiles > 1:
+                    plgpu.set_max_registers(_REGISTERS, action="increase")
+                head = first_head + (tile if heads > 1 else 0)
+                skipped = jnp.int32(0) if heads > 1 else tile * TILE
+                token = eighths_ref[number] * LINES + skipped
+                asking = (position + skipped) + plgpu.broadcasted_iota(
+                    jnp.int32, (TILE, page_size), 0, layout=plgpu.Layout.WGMMA
+                )
+
+                @pl.when(steps > 0)
+                def _() -> None:
+                    plgpu.copy_gmem_to_smem(
+                        q_ref.at[pl.ds(token, TILE), head], q_smem.at[tile], q_bars.at[tile]
+                    )
+                    plgpu.barrier_wait(q_bars.at[tile])
+
+                def step(i: Any, sums: Sums, *, masked: bool) -> Sums:
+                    stage = lax.rem(i, jnp.int32(stages))
+                    here = (first_page + i) * page_size
+                    plgpu.barrier_wait(k_bars.at[stage])
+                    scores = online_softmax.product(q_smem.at[tile], k_smem.at[stage])
+
+                    @pl.when(i + stages < steps)  # else nobody waits for it
+                    def _() -> None:
+                        plgpu.barrier_arrive(k_free.at[stage])
+
+                    scores = online_softmax.capped(scores, scale, softcap)
+                    if masked:
+                        at = here + plgpu.broadcasted_iota(
+                            jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA
+                        )
+                        scores = jnp.where(seen_by(asking, at), scores, LOW)
+                    weights, sums = online_softmax.weighed(scores, sums)
+                    plgpu.barrier_wait(v_bars.at[stage])
+                    if masked:
+
+                        @pl.when((here < seen_from) | (here + page_size > seen_to))
+                        def _() -> None:
+                            @pl.when(tile == 0)
+                            def _() -> None:
+                                online_softmax.clean(v_smem.at[stage], here, seen_from, seen_to)
+
+                            if tiles > 1:  # the others read the same page
+                                plgpu.barrier_arrive(cleaned)
+                                plgpu.barrier_wait(cleaned)
+
+                    mine = None if w_smem is None else w_smem.at[tile]
+                    acc = online_softmax.added(sums.acc, weights, v_smem.at[stage], mine)
+
+                    @pl.when(i + stages < steps)
+                    def _() -> None:
+                        plgpu.barrier_arrive(v_free.at[stage])
+
+                    return sums._replace(acc=acc)
+
+                if sinks_ref:
+                    sums = online_softmax.begin(dim, sinks_ref[0][head] * jnp.float32(LOG2E), 1)
+                else:
+                    sums = online_softmax.begin(dim)
+                if window is None and chunk is None:
+                    sums = lax.fori_loop(0, whole, functools.partial(step, masked=False), sums)
+                sums = lax.fori_loop(whole, steps, functools.partial(step, masked=True), sums)
+                share = 1 / jnp.maximum(sums.total, 1e-30)
+                out = sums.acc * lax.broadcast_in_dim(share, sums.acc.shape, [0])
+                out_smem[tile] = out.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                begin = jnp.minimum(jnp.maximum(before - skipped, 0), TILE)
+                copy_rows(
+                    lambda some: out_smem.at[tile, some],
+                    lambda some: out_ref.at[some, head],
+                    begin,
+                    token + begin,
+                    jnp.maximum(jnp.minimum(end - skipped, TILE) - begin, 0),
+                )
+
+            @pl.when(tile == tiles)
+            def _fetch() -> None:
+                if tiles > 1:
+                    plgpu.set_max_registers(_REGISTERS_TO_FETCH, action="decrease")
+                head = lax.div(first_head, jnp.int32(group))
+
+                def fetch(i: Any, stage: Any) -> None:
+                    found = table_ref[row, first_page + i]
+                    for plane, smem, bars in ((0, k_smem, k_bars), (1, v_smem, v_bars)):
+                        plgpu.copy_gmem_to_smem(kv_ref.at[found, plane, head], smem.at[stage], bars.at[stage])
+
+                for i in range(stages):
+
+                    @pl.when(i < steps)
+                    def _(i: int = i) -> None:
+                        fetch(jnp.int32(i), i)
+
+                @pl.loop(0, jnp.maximum(steps - stages, 0))
+                def _(i: Any) -> None:
+                    stage = lax.rem(i, jnp.int32(stages))
+                    plgpu.barrier_wait(k_free.at[stage])
+                    plgpu.barrier_wait(v_free.at[stage])
+                    fetch(i + stages, stage)
+
+        pages = plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED)
+        weights = plgpu.SMEM((tiles, TILE, page_size), jnp.bfloat16, transforms=TILED)
+        pl.run_scoped(
+            scoped,
+            plgpu.SMEM((tiles, TILE, dim), jnp.bfloat16, transforms=TILED),
+            pages,
+            pages,
+            plgpu.SMEM((tiles, TILE, dim), jnp.bfloat16),
+            weights if interpreted else None,
+            plgpu.Barrier(num_barriers=tiles),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=tiles),
+            collective_axes="warpgroup",
+        )
+
+    # A tile is copied whole, also the last one of the step.
+    padded = jnp.pad(q, ((0, TILE * tiles), (0, 0), (0, 0)))
+    out: Array = launched(
+        kernel,
+        jax.ShapeDtypeStruct((num_tokens, num_heads, dim), jnp.bfloat16),
+        grid=(num_heads // heads, len(positions)),
+        grid_names=("heads", "block"),
+        num_threads=tiles + 1,
+        thread_name="warpgroup",
+    )(
+        padded,
+        kv,
+        blocks.owners,
+        blocks.eighths,
+        positions,
+        blocks.before,
+        blocks.ends,
+        page_table,
+        *(() if sinks is None else (sinks.astype(jnp.float32),)),
+    )
+    return out

@@ -1,0 +1,107 @@
+"""What the kernels for attention on GPUs share: how a warpgroup takes a page of keys and values into an
+online softmax (Milakov and Gimelshein 2018).
+
+Scores are in units of log2, because the GPU has an
+instruction for powers of 2. Weights are rounded to bfloat16 before they multiply values; everything else is
+float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from penstock.runtime.ops.gpu.tiles import ACC, TILE, loaded
+
+LEAST_STAGES = 2
+"""Pages that shared memory must hold at a time, so that one can come while another is read."""
+MOST_STAGES = 3
+LOG2E = math.log2(math.e)
+LOW = -1e30
+"""Below all scores, and finite, so that differences of such scores are numbers."""
+
+
+class Sums(NamedTuple):
+    """What is known of the pages so far, in the registers of a warpgroup; all float32."""
+
+    acc: Any
+    """The values, added up with their weights, [64, D]."""
+    peak: Any
+    """The largest score of each query, [64]."""
+    total: Any
+    """The sum of the weights, 2^(score - peak), [64]."""
+
+
+def begin(dim: int, peak: Any = LOW, total: float = 0) -> Sums:
+    """Begin with no page. `peak` and `total` are those of one score without a value, where there is one."""
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    return Sums(
+        peak=plgpu.layout_cast(jnp.full((TILE,), peak, jnp.float32), by_row),
+        total=plgpu.layout_cast(jnp.full((TILE,), total, jnp.float32), by_row),
+        acc=plgpu.layout_cast(jnp.full((TILE, dim), 0, jnp.float32), plgpu.Layout.WGMMA),
+    )
+
+
+def product(queries: Any, keys: Any) -> Any:
+    """Multiply queries [64, D] with keys [page, D], both in shared memory: float32 [64, page]."""
+
+    def multiply(acc_ref: Any) -> Any:
+        plgpu.wgmma(acc_ref, queries, keys.transpose((1, 0)))
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, ACC((TILE, keys.shape[0]), jnp.float32))
+
+
+def capped(scores: Any, scale: float, softcap: float | None) -> Any:
+    """Turn products into scores in units of log2."""
+    scores = scores * scale
+    if softcap is not None:  # c * tanh(s / c), by a power of 2
+        scores = 2 * softcap / (1 + jnp.exp2(scores * (-2 * LOG2E / softcap))) - softcap
+    return scores * LOG2E
+
+
+def weighed(scores: Any, sums: Sums) -> tuple[Any, Sums]:
+    """Return the weights of a page's scores, bfloat16 [64, page], and the sums without the page's values."""
+    acc, peak, total = sums
+    top = jnp.maximum(peak, scores.max(axis=1))
+    fade = jnp.exp2(peak - top)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
+    total = total * fade + weights.sum(axis=1)
+    acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+    return weights.astype(jnp.bfloat16), Sums(acc, top, total)
+
+
+def clean(values: Any, position: Any, seen_from: Any, seen_to: Any) -> None:
+    """Write 0 over a page's values [page, D] outside of these positions: what nobody attends to may be
+    NaN, so it must not even be multiplied by 0. `position`: that of the page's first token.
+    """
+    held = position + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+    held = (held >= seen_from) & (held < seen_to)
+    found = loaded(values, plgpu.Layout.WGMMA, optimized=False)
+    values[...] = jnp.where(held, found, jnp.zeros_like(found))
+    plgpu.commit_smem()
+
+
+def added(acc: Any, weights: Any, values: Any, interpreted: Any) -> Any:
+    """Add weights [64, page] times values [page, D]. `interpreted`: shared memory for the weights, which the
+    interpreter needs; None: they are multiplied where they are, in registers.
+    """
+    if interpreted is None:
+
+        def add(acc_ref: Any) -> None:
+            plgpu.wgmma(acc_ref, weights, values)
+
+        return pl.run_state(add)(ACC.init(acc))
+    interpreted[...] = weights
+    plgpu.commit_smem()
+
+    def multiply(acc_ref: Any) -> Any:
+        plgpu.wgmma(acc_ref, interpreted, values)
+        return acc_ref[...]
+
+    return acc + pl.run_scoped(multiply, ACC(acc.shape, jnp.float32))

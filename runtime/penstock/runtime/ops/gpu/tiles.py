@@ -1,0 +1,90 @@
+"""What all kernels for GPUs of the Hopper generation share: the sizes of tiles, how they lie in shared
+memory, and what differs between versions of JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from penstock.runtime.ops.attention import blocks_of
+
+TILE = 64
+"""Rows of a product of the tensor cores, which take no fewer."""
+SWIZZLE = 64
+"""Channels of bfloat16 that one line of 128 bytes in shared memory holds."""
+LINES = 8
+"""Rows that lie together in a tile in shared memory: a tile can only be copied from a multiple of so many."""
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a block can have on Hopper."""
+BARRIER_BYTES = 1024
+"""More than the barriers take of it."""
+TILED: Any = (plgpu.TilingTransform((LINES, SWIZZLE)), plgpu.SwizzleTransform(128))
+"""How operands of the tensor cores lie in shared memory."""
+ACC: Any = plgpu.ACC  # type: ignore[attr-defined] # it is public, under another name than its class
+
+
+class Blocks(NamedTuple):
+    """How rows of several owners, which lie one after the other, are cut into blocks. Tiles begin at
+    multiples of 8 rows, so a block may begin with up to 7 rows of others.
+    """
+
+    owners: Array  # int32[B]
+    eighths: Array  # int32[B] the block's first row, divided by 8
+    before: Array  # int32[B] how many rows of the block are others'
+    ends: Array  # int32[B] how many rows the block has, with these; 0 for padding
+    passed: Array  # int32[B] how many of the owner's rows come before the block, less the others' in it
+
+
+def aligned_blocks(firsts: Array, sizes: Array, num_rows: int, block: int) -> Blocks:
+    """Cut into blocks of up to `block` rows: owner i has sizes[i] rows from firsts[i] on, of `num_rows`
+    together. Blocks of padding come last.
+    """
+    lead = jnp.where(sizes > 0, firsts % LINES, 0)
+    most = num_rows + (LINES - 1) * len(sizes)
+    # No owner has more blocks than rows.
+    owners, passed, ends = (each[:num_rows] for each in blocks_of(sizes + lead, most, block))
+    before = jnp.where(passed == 0, lead[owners], 0)
+    passed = passed - lead[owners]
+    return Blocks(owners, (firsts[owners] + passed) // LINES, before, ends, passed)
+
+
+def copy_rows(
+    source: Callable[[Any], Any], target: Callable[[Any], Any], begin: Any, first: Any, count: Any
+) -> None:
+    """Copy `count` rows of a tile in shared memory, from its row `begin` on, to the GPU's memory, from row
+    `first` on, and wait. The two functions return references of some rows. How many rows a copy has must be
+    known when it is compiled, so there are pieces of 64, 32, 16, ... rows, and those are copied that are
+    together `count`.
+    """
+    size = TILE
+    while size:
+        place = count - lax.rem(count, jnp.int32(2 * size))
+
+        @pl.when(lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1)
+        def _(size: int = size, place: Any = place) -> None:
+            piece = source(pl.ds(begin + place, size))
+            plgpu.copy_smem_to_gmem(piece, target(pl.ds(first + place, size)))
+
+        size //= 2
+    plgpu.wait_smem_to_gmem(0)
+
+
+def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
+    """Read in this layout. JAX 0.10 wants an index beside the reference, and 0.11 warns of it."""
+    index: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def launched(kernel: Callable[..., None], out: Any, **how: Any) -> Callable[..., Any]:
+    """Return what launches the kernel: as `plgpu.kernel`, which differs between versions of JAX."""
+    # Rows are reduced within warps, which takes no shared memory.
+    params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+    made: Callable[..., Any] = plgpu.kernel(kernel, out_type=out, compiler_params=params, **how)
+    return made
