@@ -22,7 +22,9 @@ from penstock.runtime.execution.backend import Backend, check_required, choose_b
 from penstock.runtime.execution.compilation import compile_program
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
+from penstock.runtime.ops.experts import experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
+from penstock.runtime.ops.gpu.experts import gpu_experts
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.native.attention import native_paged_attention
 from penstock.runtime.ops.native.sample import native_sample, native_token_logprobs
@@ -134,7 +136,7 @@ def test_required_kernels_take_cpu_and_bfloat16() -> None:
         choose_backend(required, cast("Any", Accelerator(None, platform="quantum")))
 
 
-def test_hopper_has_a_kernel_for_decode_steps() -> None:
+def test_hopper_has_kernels_for_attention_and_experts() -> None:
     hopper = cast("Any", Accelerator(None, compute_capability="9.0"))
     query, cache = jax.ShapeDtypeStruct((1, 1, 128), BF16), jax.ShapeDtypeStruct((9, 2, 8, 64, 128), BF16)
     for native in ("auto", "require"):
@@ -143,13 +145,15 @@ def test_hopper_has_a_kernel_for_decode_steps() -> None:
         assert backend.decodes_natively(query, cache, None)
         assert not backend.attends_batch_invariantly(query, cache, None)
         assert (backend.sampler, backend.recurrent) == (sample, XLA_RECURRENT)
-        assert not backend.linear_format(BF16, "int8").packed
+        linear = backend.linear_format(BF16, "int8")
+        assert (linear.packed, linear.experts) == (False, gpu_experts)
     required = EngineConfig(native="require")
     check_required(required, backend, BF16)
     with pytest.raises(ConfigError, match=r"^native: .*a model in float32 .*serve it in bfloat16"):
         check_required(required, backend, F32)
     off = choose_backend(EngineConfig(native="off"), hopper)
     assert isinstance(off.attention, partial)
+    assert off.linear_format(BF16, "none").experts is experts
     assert not off.decodes_natively(query, cache, None)
 
 

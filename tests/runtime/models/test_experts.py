@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from bench.measures.cost import layer_weights
 from penstock.runtime.models import params
@@ -23,7 +25,9 @@ from penstock.runtime.models.config import (
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.codes import CodeForm
+from penstock.runtime.ops.gpu.experts import gpu_experts
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.experts import NO_EXPERT
 from tests.support.suite.drawing import few
 
 EXPERTS = ExpertsConfig(num_experts=12, per_token=4, intermediate_size=64)
@@ -125,6 +129,38 @@ def test_integers_in_xla_agree_with_float32(
     got = make_sequence(config, random_weights(config, "bfloat16", tried), "bfloat16", tried).feed(PROMPT)
     assert np.abs(got - exact).max() < tolerance * np.ptp(exact)
     assert np.corrcoef(got.ravel(), exact.ravel())[0, 1] > 0.95
+
+
+def test_padding_chooses_no_expert() -> None:
+    """A platform's operation would read the weights of its experts for nothing."""
+    given: list[Any] = []
+
+    def noted(x: Any, ids: Any, *others: Any, **options: Any) -> Any:
+        given.append(ids)
+        return x
+
+    config, linear = model(EXPERTS), LinearFormat(experts=noted)
+    graph, _ = params.abstract_model(config, "bfloat16", linear)
+    stack = nnx.merge(graph, random_weights(config, "bfloat16", linear)).layers[0].mlp.experts
+    inputs = SimpleNamespace(pools=SimpleNamespace(adapters=None), num_tokens=jnp.int32(2))
+    ids = jnp.asarray([[3, 1], [0, 2], [4, 5]], jnp.int32)
+    stack(jnp.zeros((3, 128), jnp.bfloat16), ids, jnp.ones((3, 2), jnp.float32), inputs)
+    assert given[0].tolist() == [[3, 1], [0, 2], [NO_EXPERT, NO_EXPERT]]
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX before 0.11 cannot interpret kernels for GPUs"
+)
+@pytest.mark.parametrize("kind", ["softmax", "groups", "gpt_oss", "weighed input"])
+def test_experts_of_the_kernel_for_gpus_agree_with_float32(make_sequence: Any, kind: str) -> None:
+    config, grouped = model(KINDS[kind]), LinearFormat(experts=gpu_experts)
+    exact = make_sequence(config, random_weights(config, "float32", PLAIN), "float32").feed(PROMPT)
+    interpreting: Any = plgpu
+    with interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams()):
+        state = random_weights(config, "bfloat16", grouped)
+        tried = make_sequence(config, state, "bfloat16", grouped).feed(PROMPT)
+    assert np.abs(tried - exact).max() < 0.06 * np.ptp(exact)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from penstock.runtime.ops.attention import LONG_SPAN, SHORT_SPAN, AttentionOp, p
 from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.dealt_pages import dealt_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
+from penstock.runtime.ops.experts import ExpertsOp, experts
 from penstock.runtime.ops.kv_rows import kv_storage_dtype
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
@@ -112,6 +113,8 @@ class Backend:
     """What to tell those who require kernels for a model that these cannot compute."""
     kv_storage_dtype: Callable[[np.dtype[Any]], np.dtype[Any]] = _as_it_is
     """What keys and values in a dtype are stored in."""
+    experts: ExpertsOp = experts
+    """Computes mixtures of experts whose weights are not packed."""
     recurrent: RecurrentOps = XLA_RECURRENT
     recurs_batch_invariantly: bool = False
     """Whether the bits that `recurrent` gives a token depend on its own row alone, in sizes in which the
@@ -180,6 +183,7 @@ class Backend:
             packed=dtype == self.packed_dtype,
             int8=quantization == "int8",
             codes=CodeForm(bits=4, zeros=False) if quantization == "int4" else None,
+            experts=self.experts,
         )
 
 
@@ -306,10 +310,12 @@ def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.ge
 def _with_gpu_kernels(backend: Backend) -> Backend:
     # Imported here, because Pallas for GPUs takes a second, which nobody else should wait for.
     from penstock.runtime.ops.gpu.attention import gpu_paged_attention, supports  # noqa: PLC0415
+    from penstock.runtime.ops.gpu.experts import gpu_experts  # noqa: PLC0415
 
     return replace(
         backend,
         attention=gpu_paged_attention,
+        experts=gpu_experts,
         decodes_natively=supports,
         needs_all_native=False,
         native_dtype=np.dtype(jnp.bfloat16),

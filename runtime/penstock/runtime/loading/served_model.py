@@ -496,7 +496,7 @@ def _below(vocabulary: Mapping[str, int], size: int) -> dict[str, int]:
 
 
 def _load_draft(read: DraftFacts, target: ModelConfig, config: EngineConfig, backend: Backend) -> DraftModel:
-    facts, eagle = read.facts, read.facts.config.eagle
+    facts = read.facts
     leaves = load_leaves(
         read.directory,
         facts.rules,

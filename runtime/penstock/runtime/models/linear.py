@@ -42,6 +42,7 @@ from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.adapters import AdapterPlace, added, delta
 from penstock.runtime.ops.codes import OUTPUTS, CodeForm, matmul_codes
+from penstock.runtime.ops.experts import ExpertsOp, experts
 from penstock.runtime.ops.native import adapters as native_adapters
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
@@ -63,6 +64,8 @@ class LinearFormat:
     accuracy that all layers cost."""
     kept: tuple[tuple[ParamPath, CodeForm], ...] = ()
     """Leaves that hold a checkpoint's codes as they are, each as these bytes, whatever the others hold."""
+    experts: ExpertsOp = experts
+    """Computes mixtures of experts whose weights are not packed."""
 
     def of(self, out_sizes: Iterable[int], in_size: int) -> LinearFormat:
         """Return the format of a layer whose parts have these numbers of outputs."""

@@ -4,7 +4,7 @@ not packed. Arguments and results are those of `native.experts`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,24 @@ class StackedExperts(NamedTuple):
     """Of each output, float32 [experts, out], with int8."""
     bias: jax.Array | None = None
     """[experts, out]."""
+
+
+class ExpertsOp(Protocol):
+    """`experts` as models call it, on any platform."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        gate_up: StackedExperts,
+        down: StackedExperts,
+        *,
+        activation: Activation,
+        limit: float = ...,
+        weigh_input: bool = ...,
+        adapters: ExpertAdapters | None = ...,
+    ) -> jax.Array: ...
 
 
 def route(
@@ -110,7 +128,8 @@ def experts(
 
     The experts are computed one after the other, each for all rows. `jax.lax.ragged_dot` would compute as
     much: except on a TPU it is a product of all rows with all experts, and its operand has the rows once for
-    each expert, which no memory could hold in a long prompt.
+    each expert, which no memory could hold in a long prompt. On Hopper GPUs `ops.gpu.experts` computes only
+    what was chosen.
 
     What adapters add is computed for the choices alone: to gate_up before the experts, and to down after
     them, of what stood between the two.
@@ -152,11 +171,18 @@ def experts(
     if adapters is not None and chosen_rows is not None and between is not None:
         more = delta(between.reshape(-1, between.shape[2]), chosen_rows, adapters.down)
         chosen = added(chosen, more.reshape(chosen.shape), adapters.rows)
-    total = jnp.zeros((x.shape[0], width), jnp.float32)
-    for choice in range(ids.shape[1]):  # in the order of the choices, as the kernels add them
+    return weighed_sum(chosen, None if weigh_input else weights).astype(x.dtype)
+
+
+def weighed_sum(chosen: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Add up what the choices of each row gave, float32 [T, k, N] -> [T, N], with weights float32 [T, k];
+    None: all are 1.
+    """
+    total = jnp.zeros((chosen.shape[0], chosen.shape[2]), jnp.float32)
+    for choice in range(chosen.shape[1]):  # in the order of the choices, as the kernels add them
         part = chosen[:, choice]
-        total = total + (part if weigh_input else part * weights[:, choice, None])
-    return total.astype(x.dtype)
+        total = total + (part if weights is None else part * weights[:, choice, None])
+    return total
 
 
 def _product(x: jax.Array, expert: StackedExperts) -> jax.Array:

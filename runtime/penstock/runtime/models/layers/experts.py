@@ -155,6 +155,7 @@ class ExpertStack(nnx.Module):
         form = linear.of((inner,), hidden).of((hidden,), inner)
         self.packed, self.config, self.is_shared = form.packed, config, is_shared
         self.expert_pieces, self.num_own = dealt, num_experts // dealt
+        self.compute: xla.ExpertsOp = xla.experts if is_shared else linear.experts
 
         def stacked(in_size: int, parts: dict[str, int], *, pieces: int = 1, sums: int = 1) -> StackedLinear:
             return StackedLinear(
@@ -195,9 +196,10 @@ class ExpertStack(nnx.Module):
                 weigh_input=config.weigh_input,
                 adapters=adapters,
             )
-        return xla.experts(
+        is_real = jnp.arange(len(x), dtype=jnp.int32)[:, None] < inputs.num_tokens
+        return self.compute(
             x,
-            ids,
+            jnp.where(is_real, ids, native.NO_EXPERT),  # padding needs no expert's weights
             weights,
             self.gate_up_proj.stacked(pools),
             self.down_proj.stacked(pools),

@@ -57,7 +57,7 @@ def gpu_paged_attention(
     def of_single(q: Array, kv_lens: Array) -> Array:
         """Attend with one query of each row, [R, H, D], after so many tokens, int32[R]; 0 for others."""
         oldest = oldest_visible(kv_lens - 1, options.sliding_window, options.chunk)
-        return decode_attention(
+        out: Array = decode_attention(
             q,
             kv,
             oldest,
@@ -68,6 +68,7 @@ def gpu_paged_attention(
             softcap=options.softcap,
             interpreted=interpreted,
         )
+        return out
 
     q_lens = meta.q_lens
     if meta.block_tokens.shape[1] == 1:  # a program for rows of one token

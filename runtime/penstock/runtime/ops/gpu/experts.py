@@ -1,0 +1,201 @@
+"""Mixtures of experts on GPUs of the Hopper generation: products of rows with the weights of their own expert
+only, by a kernel in Pallas' Mosaic GPU.
+
+The rows of a step's choices are sorted by expert. A block of threads takes up to 64 rows of one expert and
+some of its outputs: one warpgroup brings channels of rows and weights to shared memory, a few pieces ahead,
+and the other multiplies. So the weights of experts that no row chose are not read, and those of the others
+once for 64 rows. Between the two products of an expert XLA computes the activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from penstock.runtime.ops.adapters import ExpertAdapters
+from penstock.runtime.ops.experts import StackedExperts, experts, weighed_sum
+from penstock.runtime.ops.gpu.tiles import (
+    ACC,
+    LINES,
+    SWIZZLE,
+    TILE,
+    TILED,
+    aligned_blocks,
+    copy_rows,
+    launched,
+)
+from penstock.runtime.ops.native.activations import Activation
+from penstock.runtime.ops.native.experts import NO_EXPERT
+from penstock.runtime.ops.products import gated
+
+_OUTPUTS = (128, 64)
+"""How many outputs a block may have: the first that divides their number."""
+_STAGES = 3
+"""Pieces of rows and weights in shared memory at a time. With 3 a multiprocessor has room for two blocks."""
+
+
+def takes(gate_up: StackedExperts, down: StackedExperts) -> bool:
+    """Say whether the kernel can compute with such weights."""
+    return all(
+        each.weight.dtype == jnp.bfloat16 and all(size % SWIZZLE == 0 for size in each.weight.shape[1:])
+        for each in (gate_up, down)
+    )
+
+
+def gpu_experts(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    gate_up: StackedExperts,
+    down: StackedExperts,
+    *,
+    activation: Activation,
+    limit: float = 0.0,
+    weigh_input: bool = False,
+    adapters: ExpertAdapters | None = None,
+) -> Array:
+    """Compute `ops.experts.experts` by the kernel for weights that `takes` accepts and without adapters, else
+    in XLA. The sums of a product are in another order than XLA's.
+    """
+    if adapters is not None or x.dtype != jnp.bfloat16 or not takes(gate_up, down):
+        return experts(
+            x,
+            ids,
+            weights,
+            gate_up,
+            down,
+            activation=activation,
+            limit=limit,
+            weigh_input=weigh_input,
+            adapters=adapters,
+        )
+    num_experts, per_token = gate_up.weight.shape[0], ids.shape[1]
+    has_expert = ids != NO_EXPERT
+    expert = jnp.where(has_expert, ids, num_experts).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    numbers = jnp.arange(num_experts, dtype=jnp.int32)
+    sizes = (expert[:, None] == numbers[None, :]).sum(axis=0, dtype=jnp.int32)
+    sorted_expert = jnp.minimum(expert[order], num_experts - 1)
+    rows = x[order // per_token]
+    if weigh_input:
+        rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order, None]).astype(x.dtype)
+
+    def product(rows: Array, stack: StackedExperts) -> Array:
+        y: Array = grouped_product(rows, stack.weight, sizes)
+        return y if stack.bias is None else y + stack.bias.astype(jnp.float32)[sorted_expert]
+
+    inner = gated(activation, product(rows, gate_up), limit).astype(x.dtype)
+    out = product(inner, down)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+    chosen = jnp.where(has_expert[:, :, None], out[places].reshape(*ids.shape, -1), jnp.float32(0))
+    return weighed_sum(chosen, None if weigh_input else weights).astype(x.dtype)
+
+
+@jax.jit
+def grouped_product(x: Array, weight: Array, sizes: Array) -> Array:
+    """Multiply each row with the weights of its group: x bfloat16 [N, in], weight bfloat16 [groups, out, in]
+    -> float32 [N, out]. The first sizes[0] rows are those of the first group, and so on, int32 [groups]; what
+    comes behind them is undefined.
+    """
+    num_rows, in_size = x.shape
+    out_size = weight.shape[1]
+    outputs = next(size for size in _OUTPUTS if out_size % size == 0)
+    blocks = aligned_blocks(jnp.cumsum(sizes) - sizes, sizes, num_rows, TILE)
+    pieces = in_size // SWIZZLE
+    stages = min(_STAGES, pieces)
+
+    def kernel(
+        x_ref: Any,
+        weight_ref: Any,
+        groups_ref: Any,
+        eighths_ref: Any,
+        before_ref: Any,
+        ends_ref: Any,
+        out_ref: Any,
+    ) -> None:
+        number, begin = lax.axis_index("block"), lax.axis_index("outputs") * outputs
+        first, before, end = eighths_ref[number] * LINES, before_ref[number], ends_ref[number]
+        steps = jnp.where(end > 0, jnp.int32(pieces), 0)
+
+        def scoped(x_smem: Any, weight_smem: Any, out_smem: Any, full: Any, free: Any) -> None:
+            warpgroup = lax.axis_index("warpgroup")
+
+            @pl.when(warpgroup == 0)
+            def _compute() -> None:
+                def multiply(acc_ref: Any) -> Any:
+                    @pl.loop(0, steps)
+                    def _(i: Any) -> None:
+                        stage = lax.rem(i, jnp.int32(stages))
+                        plgpu.barrier_wait(full.at[stage])
+                        plgpu.wgmma(acc_ref, x_smem.at[stage], weight_smem.at[stage].transpose((1, 0)))
+                        plgpu.wgmma_wait(1)  # for the product before this one
+
+                        @pl.when((i > 0) & (i - 1 + stages < steps))
+                        def _() -> None:
+                            plgpu.barrier_arrive(free.at[lax.rem(i - 1, jnp.int32(stages))])
+
+                    return acc_ref[...]
+
+                out_smem[...] = pl.run_scoped(multiply, ACC((TILE, outputs), jnp.float32))
+                plgpu.commit_smem()
+                copy_rows(
+                    lambda some: out_smem.at[some],
+                    lambda some: out_ref.at[some, pl.ds(begin, outputs)],
+                    before,
+                    first + before,
+                    end - before,
+                )
+
+            @pl.when(warpgroup == 1)
+            def _fetch() -> None:
+                group = groups_ref[number]
+
+                def fetch(i: Any, stage: Any) -> None:
+                    channels = pl.ds(i * SWIZZLE, SWIZZLE)
+                    plgpu.copy_gmem_to_smem(
+                        x_ref.at[pl.ds(first, TILE), channels], x_smem.at[stage], full.at[stage]
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        weight_ref.at[group, pl.ds(begin, outputs), channels],
+                        weight_smem.at[stage],
+                        full.at[stage],
+                    )
+
+                for i in range(stages):
+
+                    @pl.when(i < steps)
+                    def _(i: int = i) -> None:
+                        fetch(jnp.int32(i), i)
+
+                @pl.loop(0, jnp.maximum(steps - stages, 0))
+                def _(i: Any) -> None:
+                    stage = lax.rem(i, jnp.int32(stages))
+                    plgpu.barrier_wait(free.at[stage])
+                    fetch(i + stages, stage)
+
+        pl.run_scoped(
+            scoped,
+            plgpu.SMEM((stages, TILE, SWIZZLE), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((stages, outputs, SWIZZLE), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((TILE, outputs), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            collective_axes="warpgroup",
+        )
+
+    # A tile is copied whole, also the last one.
+    padded = jnp.pad(x, ((0, TILE), (0, 0)))
+    out: Array = launched(
+        kernel,
+        jax.ShapeDtypeStruct((num_rows, out_size), jnp.float32),
+        grid=(out_size // outputs, len(blocks.owners)),
+        grid_names=("outputs", "block"),
+        num_threads=2,
+        thread_name="warpgroup",
+    )(padded, weight, blocks.owners, blocks.eighths, blocks.before, blocks.ends)
+    return out
