@@ -357,6 +357,8 @@ def test_the_plan_begins_with_what_is_worth_most(tmp_path: Path) -> None:
         "W2",
         "W3",
         "kernels-operation",
+        "kernels-chunks",
+        "kernels-experts",
         "kernels-tokens",
         "profile",
         "memory",

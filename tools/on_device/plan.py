@@ -102,7 +102,10 @@ def stages(
         for name in kinds()
     ]
     kernels = (
-        step("kernels-operation", 70, module("tools.on_device.kernels", "operation")),
+        *(
+            step(f"kernels-{what}", 70, module("tools.on_device.kernels", what))
+            for what in ("operation", "chunks", "experts")
+        ),
         step(
             "kernels-tokens",
             100,
@@ -126,9 +129,9 @@ def stages(
             limit_s=240,
         ),
         Stage(
-            title="The kernel for decode steps, and its tokens in bf16",
+            title="Kernels for attention and experts, and an engine's tokens with them in bf16",
             steps=kernels if sizes.has_kernels else (),
-            limit_s=150,
+            limit_s=240,
         ),
         Stage(title="A decode step by operation", steps=(step("profile", 90, speed("profile")),), limit_s=90),
         Stage(title="Memory", steps=(step("memory", 60, speed("memory")),), limit_s=60),
