@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from penstock.runtime.loading.quantised.layers import QuantisedWeight
 from penstock.runtime.loading.safetensors_files import find_tensors, read_header
 from penstock.runtime.quantising import quantise as module
 from penstock.runtime.quantising.options import Method, QuantiseOptions
+from penstock.runtime.quantising.output import new_folder
 from penstock.runtime.quantising.quantise import quantise
 from tests.support.goldens import GOLDEN, QUANTISED
 from tests.support.models.random_model import write_random_model
@@ -152,6 +154,27 @@ def test_a_signal_that_ends_the_process_leaves_nothing_behind(
         quantise(model, tmp_path / "out", QuantiseOptions(method="rtn"))
     assert ending.value.code == 128 + number
     assert signal.getsignal(number) is before
+
+
+def test_what_a_process_left_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    """But not what another process fills, or what is of another folder."""
+    left, filled, other = (
+        tmp_path / f".{name}" for name in ("out-unfinished-1", "out-unfinished-2", "out2-unfinished-3")
+    )
+    for folder in (left, filled, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"some")
+    descriptor = os.open(filled, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with new_folder(tmp_path / "out") as made:
+            assert set(tmp_path.iterdir()) == {filled, other, made}
+    finally:
+        os.close(descriptor)
+    with new_folder(tmp_path / "out2") as made:
+        with new_folder(tmp_path / "out3"):
+            assert set(tmp_path.iterdir()) >= {tmp_path / "out", filled, made}
+        assert not other.exists()
 
 
 def test_a_name_that_is_too_long_and_a_disk_that_fills_up_are_told(

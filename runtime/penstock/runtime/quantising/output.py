@@ -2,13 +2,16 @@
 pack-quantized.
 
 The folder is made under another name beside its place, and takes its own name when it is whole. Whatever ends
-the work before removes it.
+the work before removes it, but for what ends the process at once: what that left is removed by the next
+process that makes the same folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import logging
 import math
 import os
 import shutil
@@ -30,7 +33,10 @@ from penstock.runtime.loading.safetensors_files import INDEX_NAME, TensorEntry
 from penstock.runtime.models.quantised import Codes
 from penstock.runtime.quantising.options import Scheme
 
+_log = logging.getLogger(__name__)
 _COPIED_AT_ONCE = 1 << 24
+_UNFINISHED = "-unfinished-"
+"""Stands behind a folder's name while it is filled."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Endings of files that may hold the weights in floats, and are not copied."""
 _MADE = ("config.json", INDEX_NAME)
@@ -138,23 +144,53 @@ def check_target(target: Path, num_bytes: int) -> None:
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Give a folder that becomes `target` in the end, or is removed if anything is raised. ConfigError if the
-    system does not let it be made or filled.
+    system does not let it be made or filled. Removes what a process left of the same folder that was killed.
     """
+    parent, prefix = target.absolute().parent, f".{target.name}{_UNFINISHED}"
     try:
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.absolute().parent))
+        _remove_left(parent, prefix)
+        made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
         raise ConfigError(f"{target} cannot be made: {error}") from error
     try:
-        with _removed_by_signals(made):
-            yield made
-        made.chmod(0o755)  # mkdtemp makes it for this user alone
-        if target.exists():
-            raise ConfigError(f"{target} was made meanwhile by somebody else")
-        made.rename(target)
+        with _locked(made):
+            with _removed_by_signals(made):
+                yield made
+            made.chmod(0o755)  # mkdtemp makes it for this user alone
+            if target.exists():
+                raise ConfigError(f"{target} was made meanwhile by somebody else")
+            made.rename(target)
     except OSError as error:  # such as a disk that is full by now
         raise ConfigError(f"{target} cannot be made: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove_left(parent: Path, prefix: str) -> None:
+    """Remove folders whose names begin so and that no process fills any more."""
+    for left in parent.iterdir():
+        if left.name.startswith(prefix) and left.is_dir() and not left.is_symlink():
+            with _locked(left) as is_left:
+                if is_left:
+                    _log.warning("removes %s, which a process left that was killed", left)
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder, which the system takes back when the process ends. Gives False if another
+    process has it, or the file system knows no locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
