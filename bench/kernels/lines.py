@@ -16,7 +16,7 @@ from typing import Literal
 
 from bench.measures.cost import Machine, Work
 from bench.measures.limits import Format, Multiplied
-from penstock.runtime.ops.codes import E2M1, E4M3_BY_GROUP, CodeForm
+from penstock.runtime.ops.codes import E2M1, E4M3_BY_GROUP, NESTED_FORMS, CodeForm
 from penstock.runtime.ops.kv_rows import SCALE_BYTES
 from penstock.runtime.ops.native.library import Isa
 
@@ -26,7 +26,13 @@ _WEIGHT_SCALE_BYTES = 4
 """Of an output of an int8 weight."""
 
 CODES: Mapping[Format, CodeForm] = MappingProxyType(
-    {"int4": CodeForm(bits=4), "mxfp4": E2M1, "fp8": E4M3_BY_GROUP}
+    {
+        "int4": CodeForm(bits=4),
+        "q4_k": NESTED_FORMS[0],
+        "q6_k": NESTED_FORMS[1],
+        "mxfp4": E2M1,
+        "fp8": E4M3_BY_GROUP,
+    }
 )
 """How weights of these formats are kept."""
 
@@ -99,11 +105,11 @@ class Line:
     """Of one call."""
 
     def multiplied(self, isa: Isa) -> Multiplied:
-        """Name what the kernel for an instruction set multiplies. Integers of 4 bits are widened to int8, and
-        small floats to bfloat16. Attention widens an int8 cache: AMX's to bfloat16, the others to int16.
+        """Name what the kernel for an instruction set multiplies. Integers of fewer bits are widened to int8,
+        and small floats to bfloat16. Attention widens an int8 cache: AMX's to bfloat16, the others to int16.
         """
         if self.kind == "product":
-            return "int8" if self.format in ("int8", "int4") else "bfloat16"
+            return "bfloat16" if self.format in ("bfloat16", "mxfp4", "fp8") else "int8"
         if self.format == "bfloat16":
             return self.format
         return "bfloat16" if isa == Isa.AMX else "int16"

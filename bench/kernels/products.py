@@ -47,7 +47,9 @@ class Layers:
             tiles = leaf = np.empty(form.shape(*sizes), np.uint8)
             codes = np.resize(rng.integers(0, 1 << form.bits, _DRAWN, np.uint8), sizes)
             scales = np.full((product.outputs, product.inputs // (form.group or product.inputs)), 2.0**-10)
-            if form.floats:
+            if form.nested:  # any bytes are numbers, if their float16 are below 1
+                leaf[...] = np.resize(rng.integers(0, 0x3C, _DRAWN, np.uint8), leaf.shape)
+            elif form.floats:
                 # The bytes 0x7f and 0xff of E4M3 are no numbers.
                 pack_floats(leaf, codes & np.uint8(~8 & 0xFF), scales.astype(np.float32))
             else:

@@ -38,8 +38,8 @@ _SWEEPS, _LOOPS = 4, 10_000_000
 threads over the processors yet, and both together are then as fast as one.
 """
 
-Format = Literal["bfloat16", "int8", "int4", "mxfp4", "fp8"]
-"""Of weights, or (not int4) of keys and values."""
+Format = Literal["bfloat16", "int8", "int4", "q4_k", "q6_k", "mxfp4", "fp8"]
+"""Of weights; the first two also of keys and values."""
 Multiplied = Literal["bfloat16", "int8", "int16"]
 """What is multiplied by its like. Numbers of int8 may be widened to int16."""
 

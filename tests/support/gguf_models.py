@@ -43,6 +43,20 @@ ARCHITECTURES = {
 _NORMS_PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe")
 
 
+_FACTORS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where a block of the types with a K, which the package reads and does not write, has its float16."""
+
+
+def random_blocks(rng: np.random.Generator, kind: str, rows: int, columns: int) -> npt.NDArray[np.uint8]:
+    """Make a matrix of any codes and scales, with factors below 1: uint8 [rows, bytes]."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
+    for at in _FACTORS.get(kind, (0,)):
+        factors = np.exp2(rng.uniform(-9, 0, (*blocks.shape[:2], 1))).astype(np.float16)
+        blocks[:, :, at : at + 2] = factors.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def write_gguf(
     folder: Path,
     path: Path,
@@ -51,8 +65,8 @@ def write_gguf(
     keys: Mapping[str, Any] | None = None,
     parts: int = 0,
 ) -> None:
-    """Write the checkpoint of a folder. kind: the type of its matrices. keys: further metadata, such as a
-    tokenizer. parts: how many tensors each part has; 0: there is one file.
+    """Write the checkpoint of a folder. kind: the type of its matrices; those of types with a K are random.
+    keys: further metadata, such as a tokenizer. parts: how many tensors each part has; 0: there is one file.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -61,7 +75,11 @@ def write_gguf(
     _write_keys(writer, keys or {})
     for name, values in _converted(folder, architecture, config).items():
         chosen = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), chosen), raw_dtype=chosen)
+        if chosen.name in _FACTORS:
+            blocks = random_blocks(np.random.default_rng(len(name)), chosen.name, *values.shape)
+        else:
+            blocks = gguf.quants.quantize(np.ascontiguousarray(values), chosen)
+        writer.add_tensor(name, blocks, raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

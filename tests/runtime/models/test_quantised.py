@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.models.quantised import Codes, FloatCodes, quantised
-from penstock.runtime.ops.codes import E2M1, E4M3, E4M3_BY_GROUP, CodeForm, dequantised
+from penstock.runtime.models.quantised import Codes, FloatCodes, NestedCodes, quantised
+from penstock.runtime.ops.codes import E2M1, E4M3, E4M3_BY_GROUP, NESTED_FORMS, CodeForm, dequantised
+from tests.support.native.codes import nested
 
 
 def test_a_value_is_scale_times_code_less_zero_in_the_order_of_inputs() -> None:
@@ -140,7 +142,51 @@ def test_floats_become_the_nearest_small_floats() -> None:
         np.testing.assert_array_equal(quantised(weight, form).dequantised(), nearest.reshape(16, 256))
 
 
-@pytest.mark.parametrize("form", [E2M1, E4M3, E4M3_BY_GROUP], ids=str)
+def test_a_nested_value_is_scale_times_code_less_minimum() -> None:
+    """By hand, of the first input of each group of 32."""
+    codes = np.zeros((1, 64), np.int8)
+    codes[0, ::32] = [15, 2]
+    factors = np.array([[[0.5, 0.25]]], np.float16)
+    weight = NestedCodes(codes, 4, np.array([[3, 63]], np.int8), np.array([[2, 10]], np.int8), factors)
+    assert weight.dequantised()[0, [0, 1, 32, 33]].tolist() == [22.0, -0.5, 60.5, -2.5]
+
+
+@pytest.mark.parametrize("form", NESTED_FORMS, ids=lambda form: f"{form.bits} bits")
+def test_packed_nested_codes_mean_the_same(form: CodeForm) -> None:
+    """In bytes of their own, and those of 4 bits also in those of 6."""
+    weight = nested(np.random.default_rng(form.bits), form, 32, 256)
+    for given in NESTED_FORMS:
+        leaf = np.zeros(given.shape(32, 256), np.uint8)
+        if given.bits < form.bits:
+            with pytest.raises(ValueError, match="does not fit"):
+                weight.pack(leaf)
+            continue
+        weight.pack(leaf)
+        found = np.asarray(jax.jit(dequantised, static_argnums=(1, 2))(leaf, 256, jnp.float32))
+        np.testing.assert_array_equal(found, weight.dequantised())
+    some = weight.of_columns(slice(64, 192)).of_rows(np.array([3, 1]))
+    np.testing.assert_array_equal(some.dequantised(), weight.dequantised()[[3, 1], 64:192])
+    with pytest.raises(ValueError, match="whole parts of 64"):
+        weight.of_columns(slice(32, 96))
+
+
+@pytest.mark.parametrize("form", NESTED_FORMS, ids=lambda form: f"{form.bits} bits")
+def test_floats_become_nested_integers_to_half_a_step(form: CodeForm) -> None:
+    """A scale is rounded to a 127th of the largest of 64 inputs, which may cut off the ends of a group by a
+    few of its steps where its own scale is much smaller. An output of zeros stays so.
+    """
+    weight = np.random.default_rng(form.bits).standard_normal((32, 256)).astype(np.float32) * 0.02
+    weight[5] = 0
+    kept = quantised(weight, form).dequantised()
+    assert (kept[5] == 0).all()
+    spans = np.abs(weight).reshape(32, 4, 64).max(axis=2)
+    steps = 2 * spans / 15 if form.bits == 4 else spans / 31
+    assert (np.abs(kept - weight).reshape(32, 4, 64) <= 0.75 * steps[:, :, None]).all()
+    errors = np.sqrt(((kept - weight) ** 2).mean() / (weight**2).mean())
+    assert errors < (0.09 if form.bits == 4 else 0.022)
+
+
+@pytest.mark.parametrize("form", [E2M1, E4M3, E4M3_BY_GROUP, *NESTED_FORMS], ids=str)
 def test_what_is_no_number_stays_none(form: CodeForm) -> None:
     """Of its own output; the others stay numbers."""
     weight = np.ones((16, 128), np.float32)

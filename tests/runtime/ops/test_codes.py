@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -14,15 +15,17 @@ from penstock.runtime.ops.codes import (
     FLOAT_FORMS,
     FORMS,
     GROUP,
+    NESTED_FORMS,
     CodeForm,
     dequantised,
     matmul_codes,
     pack_codes,
     pack_floats,
     quantise,
+    rows_of,
     union,
 )
-from tests.support.native.codes import small_floats
+from tests.support.native.codes import nested, small_floats
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
@@ -65,6 +68,38 @@ def test_xla_multiplies_what_the_codes_stand_for(form: CodeForm) -> None:
     x = rng.standard_normal((5, 192)).astype(np.float32)
     got = np.asarray(matmul_codes(jnp.asarray(x), jnp.asarray(leaf)))
     assert np.abs(got - x.astype(np.float64) @ exact.T).max() < 1e-5 * np.abs(exact).sum(axis=1).max()
+
+
+@pytest.mark.parametrize("form", NESTED_FORMS, ids=lambda form: f"{form.bits} bits")
+def test_nested_integers_lie_as_the_module_says(form: CodeForm) -> None:
+    """Output 17 (block 1, place 1) and input 91 (tile 1, group 0 of 32 or group 1 of 16, input 27 or 11)."""
+    weight = nested(np.random.default_rng(form.bits), form, 32, 128)
+    leaf = np.zeros(form.shape(32, 128), np.uint8)
+    weight.pack(leaf)
+    lines = leaf[1, form.tile_bytes :].reshape(-1, 64)
+    assert lines[0].view(np.float16).reshape(2, 16)[:, 1].tolist() == weight.factors[17, 1].tolist()
+    code = weight.codes[17]
+    if form.bits == 4:
+        assert lines[1].view(np.int8)[1] == weight.scales[17, 2]
+        assert lines[1].view(np.int8)[32 + 1] == weight.minima[17, 2]
+        assert lines[2 + 27 // 8, 4 * 1 + 3] == code[91] | code[95] << 4
+        return
+    assert lines[1].view(np.int8)[16 * 1 + 1] == weight.scales[17, 5]
+    assert lines[2].view(np.int8)[16 * 1 + 1] == weight.minima[17, 5]
+    from_0 = code.astype(np.int64) + 32
+    group = lines[3 + 3 * 1 :]
+    assert group[11 // 8, 4 * 1 + 3] == from_0[91] % 16 | from_0[95] % 16 << 4
+    assert group[2, 4 * 1 + 3] == sum(from_0[83 + 4 * i] // 16 << 2 * i for i in range(4))
+
+
+@pytest.mark.parametrize("form", [*FORMS[1:3], *NESTED_FORMS, *FLOAT_FORMS[:1]], ids=str)
+def test_some_outputs_are_those_of_the_whole_weight(form: CodeForm) -> None:
+    """Beyond the last one it is the last, and before the first the first."""
+    leaf = np.random.default_rng(form.bits).integers(0, 64, form.shape(48, 128), np.uint8)
+    whole, some = (jax.jit(function, static_argnums=(-2, -1)) for function in (dequantised, rows_of))
+    expected = np.asarray(whole(leaf, 128, jnp.float32))[[5, 47, 16, 47, 0, 5]]
+    found = some(leaf, np.array([5, 47, 16, 48, -1, 5]), 128, jnp.float32)
+    np.testing.assert_array_equal(np.asarray(found), expected)
 
 
 @pytest.mark.ci
@@ -113,6 +148,8 @@ def test_the_smallest_form_that_takes_all_is_chosen() -> None:
     assert union([E4M3, E4M3]) == E4M3
     assert union([E4M3, E4M3_BY_GROUP]) == E4M3_BY_GROUP
     assert union([E2M1, E4M3]) is None
+    assert union(NESTED_FORMS) == NESTED_FORMS[1]
+    assert union([NESTED_FORMS[0], CodeForm(4)]) is None
     assert union([E2M1, CodeForm(4)]) is None
 
 

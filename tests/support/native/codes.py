@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from penstock.runtime.models.quantised import NestedCodes
 from penstock.runtime.ops.codes import CodeForm, dequantised, pack_codes, pack_floats, quantise
 
 
@@ -20,6 +21,20 @@ def stands_for(weight: np.ndarray) -> np.ndarray:
     """Return what is left of a weight [N, K] in its bytes, float64."""
     kept = dequantised(jnp.asarray(code_leaf(weight)), weight.shape[1], jnp.float32)
     return np.asarray(kept).astype(np.float64)
+
+
+def nested(rng: np.random.Generator, form: CodeForm, num_out: int, num_in: int) -> NestedCodes:
+    """Make random nested integers, which use the whole range of each of their parts."""
+    assert form.group is not None
+    least, most = (0, 15) if form.bits == 4 else (-32, 31)
+    of_groups = num_out, num_in // form.group
+    return NestedCodes(
+        codes=rng.integers(least, most + 1, (num_out, num_in)).astype(np.int8),
+        bits=form.bits,
+        scales=rng.integers(-128, 128, of_groups).astype(np.int8),
+        minima=rng.integers(-128, 128, of_groups).astype(np.int8),
+        factors=np.exp2(rng.uniform(-16, -9, (num_out, num_in // 64, 2))).astype(np.float16),
+    )
 
 
 def small_floats(

@@ -219,7 +219,13 @@ class CausalLM(PooledModel):
         # Formats speed up products, and a table that is only looked up has none.
         pieces = config.vocab_pieces
         self.embed_tokens = Embedding(
-            vocab // pieces, hidden, dtype, planners, linear if tied else PLAIN, pieces=pieces
+            vocab // pieces,
+            hidden,
+            dtype,
+            planners,
+            linear if tied else PLAIN,
+            pieces=pieces,
+            may_keep=True,
         )
         self.embed_norm = hidden_norm(config, planners) if config.embed_norm else None
         self.normalises_natively = linear.packed and can_normalize(hidden)

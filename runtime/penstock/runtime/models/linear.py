@@ -41,7 +41,7 @@ from penstock.runtime.models.load_rules import (
 from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.adapters import AdapterPlace, added, delta
-from penstock.runtime.ops.codes import OUTPUTS, CodeForm, matmul_codes
+from penstock.runtime.ops.codes import OUTPUTS, CodeForm, matmul_codes, rows_of
 from penstock.runtime.ops.experts import ExpertsOp, experts
 from penstock.runtime.ops.native import adapters as native_adapters
 from penstock.runtime.ops.native import linear as native
@@ -74,7 +74,7 @@ class LinearFormat:
         return replace(self.of_table(), packed=False)
 
     def of_table(self) -> LinearFormat:
-        """Return the format of a table of embeddings and of a head, which are never in codes."""
+        """Return the format of a table of embeddings and of a head, of which no codes are made."""
         return self if self.codes is None else LinearFormat(packed=self.packed, int8=True)
 
     def weight(self, out_size: int, in_size: int, dtype: jnp.dtype, *stacked: int) -> nnx.Param[jax.Array]:
@@ -123,12 +123,12 @@ def part_rules(
     bias_at: int | None,
     spans: tuple[Span, ...] = (),
     sums: int = 1,
-    may_keep: bool = True,
+    may_keep: bool = False,
 ) -> Iterator[tuple[ParamPath, LoadRule]]:
     """Yield the rules of one layer of a checkpoint, whose weight [out, in] is the rows from `row` on of a
     leaf, or of the matrix `at` that the leaf stacks. scale_at, bias_at: where its scales and its bias begin
     in their pools; None: it has none. `shape` is that of one device. spans: how the outputs are cut; none:
-    they are not. sums: into how many the inputs are cut. may_keep: see `LoadRule`.
+    they are not. sums: into how many the inputs are cut. may_keep: see `LoadRule`; packed floats always may.
     """
     block = linear.outputs_per_entry
     tensor: ParamPath = (*layer, "weight")
@@ -144,7 +144,7 @@ def part_rules(
         dtype=dtype,
         decode=there.decode,
         kept=there.kept if there.kept is not None and there.kept.fits(OUTPUTS, shape[1]) else None,
-        may_keep=may_keep,
+        may_keep=may_keep or linear.put is pack_rows,
         put=linear.put,
         cut=by_rows if sums == 1 else Cut(along="columns", spans=(Span(sums, shape[1]),)),
     )
@@ -162,8 +162,8 @@ class Linear(nnx.Module):
     of the formats; `scale_at` and `bias_at` are places in the pools.
     """
 
-    may_keep = True
-    """See `LoadRule`."""
+    may_keep = False
+    """Whether a checkpoint's codes can also take the place of floats that are not packed."""
 
     def __init__(
         self,
@@ -264,8 +264,6 @@ class Linear(nnx.Module):
 class Embedding(Linear):
     """A table [V, E]; where the model ties them, it is also the output head."""
 
-    may_keep = False
-
     def __init__(
         self,
         vocab_size: int,
@@ -276,13 +274,16 @@ class Embedding(Linear):
         *,
         name: str = "embed_tokens",
         pieces: int = 1,
+        may_keep: bool = False,
     ) -> None:
         """`name`: what its path in the checkpoint ends in. pieces: into how many the tokens are cut, of which
-        one has `vocab_size`.
+        one has `vocab_size`. may_keep: whether nothing reads the table but lookups and products, so that a
+        checkpoint's codes can take its place.
         """
         parts, cuts = {name: vocab_size}, {name: (Span(pieces, vocab_size),)}
         super().__init__(hidden_size, parts, dtype, planners, linear=linear.of_table(), cuts=cuts)
         self.dtype, self.num_tokens = jnp.dtype(dtype), vocab_size
+        self.may_keep = may_keep and native.can_pack(vocab_size, hidden_size)
 
     def __call__(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
         """Look up token_ids int32 [T] -> [T, E]. Ids outside the table, which only padding has, read its
@@ -298,6 +299,8 @@ class Embedding(Linear):
     def _rows(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
         """Read the rows of the device's own table: int32 [T] -> [T, E]."""
         table = self.weight[...]
+        if self.form.codes is not None:
+            return rows_of(table, token_ids, self.in_size, self.dtype)
         by_bits = self._gathered_by_bits if table.dtype.itemsize == 2 else self._gathered
         rows: jax.Array = jax.lax.platform_dependent(table, token_ids, cpu=by_bits, default=self._gathered)
         scales = self.scale(pools)

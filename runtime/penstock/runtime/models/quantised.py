@@ -17,11 +17,14 @@ from penstock.runtime.ops.codes import (
     E2M1_VALUES,
     E4M3_VALUES,
     GROUP,
+    INPUTS,
     MOST_E4M3_SCALE,
+    MOST_NESTED,
     MOST_POWER,
     CodeForm,
     pack_codes,
     pack_floats,
+    pack_nested,
     quantise,
 )
 
@@ -211,7 +214,79 @@ class FloatCodes:
         pack_floats(leaf, there.codes, there.scales)
 
 
-Coded: TypeAlias = Codes | FloatCodes
+@dataclass(frozen=True, slots=True)
+class NestedCodes:
+    """A quantised weight of a linear layer whose scales are integers, too: value = (factor * scale) * code -
+    (factor of minima * minimum).
+    """
+
+    codes: NDArray[np.int8]
+    """[out, in]: from 0 to 15, or from -32 to 31."""
+    bits: int
+    """4, with groups of 32 inputs that share a scale and a minimum, or 6, with groups of 16."""
+    scales: NDArray[np.int8]
+    """[out, in / group]."""
+    minima: NDArray[np.int8]
+    """[out, in / group]."""
+    factors: NDArray[np.float16]
+    """[out, in / 64, 2]: of scales and of minima."""
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """Compute the weight that the codes stand for, float32 [out, in]."""
+        groups = self.scales.shape[1] // self.factors.shape[1]  # of those that share factors
+        factors = np.repeat(self.factors.astype(np.float32), groups, axis=1)
+        scales, minima = factors[:, :, 0] * self.scales, factors[:, :, 1] * self.minima
+        values = self.codes.astype(np.float32).reshape(*scales.shape, -1)
+        values *= scales[:, :, None]
+        values -= minima[:, :, None]
+        return values.reshape(self.codes.shape)
+
+    def of_columns(self, columns: slice) -> NestedCodes:
+        """Return the part of consecutive inputs, which begins and ends with those that share factors.
+
+        Raises ValueError if it does not.
+        """
+        num_in = self.codes.shape[1]
+        begin, end, _ = columns.indices(num_in)
+        if begin % INPUTS or end % INPUTS:
+            raise ValueError(f"inputs {begin} to {end} are not whole parts of {INPUTS}")
+        groups = slice(*(at * self.scales.shape[1] // num_in for at in (begin, end)))
+        return replace(
+            self,
+            codes=self.codes[:, columns],
+            scales=self.scales[:, groups],
+            minima=self.minima[:, groups],
+            factors=self.factors[:, begin // INPUTS : end // INPUTS],
+        )
+
+    def of_rows(self, rows: NDArray[np.intp]) -> NestedCodes:
+        """Return these outputs."""
+        of_groups = self.scales[rows], self.minima[rows], self.factors[rows]
+        return NestedCodes(self.codes[rows], self.bits, *of_groups)
+
+    def form(self) -> CodeForm:
+        """Return the form of the bytes that hold this weight without a change of its codes."""
+        return nested_form(self.bits)
+
+    def pack(self, leaf: NDArray[np.uint8]) -> None:
+        """Write the codes to the leaf of a weight (`ops.codes`).
+
+        Raises ValueError if the leaf's form cannot hold them.
+        """
+        needed, given = self.form(), CodeForm.of(leaf.shape[1], self.codes.shape[1])
+        if not given.takes(needed):
+            raise ValueError(f"a weight that needs {needed} does not fit into {given}")
+        repeats = needed.group // given.group if needed.group and given.group else 1
+        scales, minima = (np.repeat(values, repeats, axis=1) for values in (self.scales, self.minima))
+        pack_nested(leaf, self.codes, scales, minima, self.factors)
+
+
+def nested_form(bits: int) -> CodeForm:
+    """Return the form of the bytes that hold nested integers of 4 or 6 bits."""
+    return CodeForm(bits, nested=True, group=GROUP if bits == 4 else 16)
+
+
+Coded: TypeAlias = Codes | FloatCodes | NestedCodes
 """A weight that can be packed as it is, if a form fits it."""
 
 
@@ -230,6 +305,8 @@ def quantised(weight: NDArray[np.generic], form: CodeForm) -> Coded:
     """Make codes of this form of a weight [N, K] in floats."""
     if form.floats:
         return _small_floats(weight.astype(np.float32), form)
+    if form.nested:
+        return _nested(weight.astype(np.float32), form)
     if form.bits == 4:
         codes, scales = quantise(weight)
         return Codes(codes=codes, bits=4, scales=scales, zeros=np.full_like(scales, 8), group=GROUP)
@@ -239,6 +316,44 @@ def quantised(weight: NDArray[np.generic], form: CodeForm) -> Coded:
         numbers = np.rint(np.nan_to_num(groups / scales[:, :, None], posinf=0.0, neginf=0.0))
     signed = np.clip(numbers, -127, 127).astype(np.int8).reshape(weight.shape)
     return Codes(codes=signed, bits=8, scales=scales, zeros=None, group=GROUP)
+
+
+def _nested(weight: NDArray[np.float32], form: CodeForm) -> NestedCodes:
+    """Find nested integers of a weight [N, K]: those of 4 bits reach from the least value of a group, or from
+    0, to the largest, and those of 6 bits as far on both sides of 0.
+    """
+    num_out, num_in = weight.shape
+    groups = weight.reshape(num_out, -1, form.group or INPUTS)
+    if form.bits == 4:
+        least, most = 0, 15
+        wanted_minima = np.maximum(-groups.min(axis=2), np.float32(0))
+        wanted_scales = (groups.max(axis=2) + wanted_minima) / np.float32(most)
+    else:
+        least, most = -32, 31
+        wanted_minima = np.zeros(groups.shape[:2], np.float32)
+        wanted_scales = np.abs(groups).max(axis=2) / np.float32(most)
+    tiles = num_in // INPUTS
+    scales, scale_factors, real_scales = _whole(wanted_scales, tiles)
+    minima, minimum_factors, real_minima = _whole(wanted_minima, tiles)
+    numbers = np.rint(_divided(groups + real_minima[:, :, None], real_scales))
+    codes = np.clip(numbers, least, most).astype(np.int8).reshape(weight.shape)
+    factors = np.stack([scale_factors, minimum_factors], axis=2)
+    return NestedCodes(codes, form.bits, scales, minima, factors)
+
+
+def _whole(
+    wanted: NDArray[np.float32], tiles: int
+) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[np.float32]]:
+    """Find whole numbers for [N, groups] that are not negative, their factors [N, tiles], and the products of
+    both. A factor is not finite where one of its group's numbers is not.
+    """
+    of_tiles = wanted.reshape(len(wanted), tiles, -1)
+    with np.errstate(over="ignore"):
+        factors = (of_tiles.max(axis=2) / np.float32(MOST_NESTED)).astype(np.float16)
+    numbers = np.clip(np.rint(_divided(of_tiles, factors.astype(np.float32))), 0, MOST_NESTED).astype(np.int8)
+    with np.errstate(invalid="ignore"):
+        products = numbers * factors.astype(np.float32)[:, :, None]
+    return numbers.reshape(wanted.shape), factors, products.reshape(wanted.shape)
 
 
 def _small_floats(weight: NDArray[np.float32], form: CodeForm) -> FloatCodes:

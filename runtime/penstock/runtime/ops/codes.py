@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits with scales: how they lie in memory, and XLA's product.
 
-A weight [out, in] is a leaf uint8 [out / 16, bytes], an entry of which has 16 outputs. Codes are integers or
-small floats.
+A weight [out, in] is a leaf uint8 [out / 16, bytes], an entry of which has 16 outputs. Codes are integers,
+integers whose scales are integers too, or small floats.
 
 **Integers**, with a scale for each 32 inputs. There is a tile for each 64 inputs, and behind them 16 factors
 in float32. A tile is, in lines of 64 bytes:
@@ -19,6 +19,20 @@ of a checkpoint repeats its scale.
 The native kernels (`native.linear`) read these bytes line by line, and quantise each row's groups of 32
 activations to int8.
 
+**Nested integers**, as GGUF's types with a K have them: value = (factor * scale) * code - (factor of minima *
+minimum), where scales and minima are integers of 8 bits, and factors are float16. A group of 32 inputs shares
+a scale and a minimum with codes of 4 bits, from 0 to 15, and one of 16 with codes of 6 bits, from -32 to 31.
+A tile for each 64 inputs is, in lines of 64 bytes:
+
+- the factors of scales and those of minima, float16 [2, 16 outputs];
+- the scales [groups, 16 outputs], and the minima in the same form: with two groups they share a line, with
+  four they have one each;
+- with 4 bits the codes as above. With 6 bits each group has two such lines with the lower 4 bits of code +
+  32, and a line with the upper ones: byte 4 o + i has those of inputs i, 4 + i, 8 + i and 12 + i of output o,
+  the first in its lowest bits.
+
+The kernels treat them as other integers.
+
 **Small floats**, value = scale * float. The kernels make bfloat16 of some at a time, in a cache, and multiply
 that; so results are those of the weight in bfloat16, bit for bit.
 
@@ -34,8 +48,9 @@ XLA's product makes floats of the whole weight, and keeps activations as they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +77,13 @@ class CodeForm:
     """What the bytes of a weight hold."""
 
     bits: int
-    """Of a code: 4 or 8."""
+    """Of a code: 4 or 8, or 4 or 6 of nested integers."""
     zeros: bool = False
     """Whether each group has a zero of its own."""
     floats: bool = False
     """Whether codes are small floats, E2M1 or E4M3, and not integers."""
+    nested: bool = False
+    """Whether codes are integers whose scales are integers, too."""
     group: int | None = GROUP
     """How many inputs share a scale; None: all of them."""
 
@@ -80,15 +97,21 @@ class CodeForm:
         """Bytes of 64 inputs of 16 outputs, with their part of what stands behind each 128 inputs."""
         codes = 2 * self.bits * _LINE
         if not self.floats:
-            return codes + _LINE * (1 + self.zeros)
+            return codes + _LINE * self.scale_lines
         if self.bits == 4:
             return codes + _LINE // 2
         return codes if self.group is None else codes + _LINE * INPUTS // self.group
 
     @property
+    def scale_lines(self) -> int:
+        """Lines of a tile of integers before its codes."""
+        return self.bits // 2 if self.nested else 1 + self.zeros
+
+    @property
     def end_bytes(self) -> int:
         """Bytes behind all inputs."""
-        return _LINE if not self.floats or self.group is None else 0
+        has_factors = not self.floats and not self.nested
+        return _LINE if has_factors or self.group is None else 0
 
     def shape(self, out_size: int, in_size: int) -> tuple[int, int]:
         """Return the shape of the leaf of a weight [out_size, in_size] that `fits`."""
@@ -96,14 +119,16 @@ class CodeForm:
 
     def fits(self, out_size: int, in_size: int) -> bool:
         """Say whether the bytes can hold a weight [out_size, in_size]."""
-        return out_size % OUTPUTS == 0 and in_size % max(INPUTS, self.group or 0) == 0
+        # With one tile nested integers of 4 bits would have the size of others with zeros.
+        inputs = 2 * INPUTS if self.nested else max(INPUTS, self.group or 0)
+        return out_size % OUTPUTS == 0 and in_size % inputs == 0
 
     def takes(self, other: CodeForm) -> bool:
         """Say whether these bytes can hold all that bytes of the other form can."""
         if self.floats or other.floats:
             is_coarser = other.group in (self.group, None)
             return self.floats == other.floats and self.bits == other.bits and is_coarser
-        return self.bits >= other.bits and self.zeros >= other.zeros
+        return self.nested == other.nested and self.bits >= other.bits and self.zeros >= other.zeros
 
     @classmethod
     def of(cls, num_bytes: int, in_size: int) -> CodeForm:
@@ -111,14 +136,18 @@ class CodeForm:
 
         Raises ValueError if there is none.
         """
-        for form in (*FORMS, *FLOAT_FORMS):
+        for form in (*FORMS, *NESTED_FORMS, *FLOAT_FORMS):
             if form.fits(OUTPUTS, in_size) and form.shape(OUTPUTS, in_size)[1] == num_bytes:
                 return form
         raise ValueError(f"no form has {num_bytes} bytes for {in_size} inputs of {OUTPUTS} outputs")
 
 
 FORMS = tuple(CodeForm(bits, zeros) for bits in (4, 8) for zeros in (False, True))
-"""Those of integers."""
+"""Those of integers with one factor for all inputs."""
+NESTED_FORMS = (CodeForm(4, nested=True), CodeForm(6, nested=True, group=16))
+MOST_NESTED = 127
+"""The largest scale and the largest minimum of nested integers."""
+_MIDDLE_OF_6_BITS = 32
 E2M1 = CodeForm(4, floats=True)
 E4M3 = CodeForm(8, floats=True, group=None)
 E4M3_BY_GROUP = CodeForm(8, floats=True, group=128)
@@ -136,7 +165,11 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 def union(forms: Iterable[CodeForm]) -> CodeForm | None:
     """Find the smallest form that takes all of these; None: there is none."""
     found = tuple(forms)
-    takers = (form for form in (*FORMS, E2M1, E4M3, E4M3_BY_GROUP) if all(form.takes(one) for one in found))
+    takers = (
+        form
+        for form in (*FORMS, *NESTED_FORMS, E2M1, E4M3, E4M3_BY_GROUP)
+        if all(form.takes(one) for one in found)
+    )
     return next(takers, None)
 
 
@@ -157,14 +190,57 @@ def pack_codes(
     _put_halves(lines[:, :, 0], scales / factors[:, None])
     if zeros is not None:
         _put_halves(lines[:, :, 1], zeros)
-    kept = codes
-    if form.bits == 4:
-        fours = codes.reshape(num_out, -1, 2, 4)
-        kept = np.bitwise_or(fours[:, :, 0], np.left_shift(fours[:, :, 1], 4, dtype=np.uint8))
-    words = np.ascontiguousarray(kept).reshape(num_out, -1).view(np.uint32)
-    of_tiles = np.ascontiguousarray(words.reshape(blocks, OUTPUTS, tiles, -1).transpose(0, 2, 3, 1))
-    lines[:, :, 1 + form.zeros :] = of_tiles.view(np.uint8).reshape(blocks, tiles, -1, _LINE)
+    lines[:, :, form.scale_lines :] = _lines_of_words(
+        codes if form.bits == 8 else _halves_of_bytes(codes), tiles
+    )
     leaf[:, -_LINE:] = factors.reshape(blocks, OUTPUTS).view(np.uint8)
+
+
+def pack_nested(
+    leaf: NDArray[np.uint8],
+    codes: NDArray[np.int8],
+    scales: NDArray[np.int8],
+    minima: NDArray[np.int8],
+    factors: NDArray[np.float16],
+) -> None:
+    """Write nested integers [N, K], with scales and minima [N, K / group] and factors [N, K / 64, 2], to the
+    leaf of a weight [N, K], whose shape says the form.
+    """
+    num_out, num_in = codes.shape
+    form = CodeForm.of(leaf.shape[1], num_in)
+    blocks, tiles = num_out // OUTPUTS, num_in // INPUTS
+    lines = leaf.reshape(blocks, tiles, -1, _LINE)
+    _put_halves(lines[:, :, 0], factors.reshape(num_out, -1))
+    both = np.stack([scales.reshape(num_out, tiles, -1), minima.reshape(num_out, tiles, -1)], axis=2)
+    of_tiles = both.reshape(blocks, OUTPUTS, tiles, -1).transpose(0, 2, 3, 1)
+    lines[:, :, 1 : form.scale_lines] = (
+        np.ascontiguousarray(of_tiles).view(np.uint8).reshape(blocks, tiles, -1, _LINE)
+    )
+    if form.bits == 4:
+        lines[:, :, form.scale_lines :] = _lines_of_words(_halves_of_bytes(codes.view(np.uint8)), tiles)
+        return
+    unsigned = (codes + np.int8(_MIDDLE_OF_6_BITS)).view(np.uint8)
+    low = _halves_of_bytes(unsigned & np.uint8(15)).reshape(num_out, -1, 8)  # of each group of 16
+    of_words = (unsigned >> 4).reshape(num_out, -1, 4, 4) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    groups = np.concatenate([low, np.bitwise_or.reduce(of_words, axis=2)], axis=2)
+    lines[:, :, form.scale_lines :] = _lines_of_words(groups.reshape(num_out, -1), tiles)
+
+
+def _halves_of_bytes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Put codes of 4 bits [N, K] into bytes [N, K / 2]: of each eight the first four in the low halves."""
+    fours = codes.reshape(len(codes), -1, 2, 4)
+    packed = np.bitwise_or(fours[:, :, 0], np.left_shift(fours[:, :, 1], 4, dtype=np.uint8))
+    return packed.reshape(len(codes), -1)
+
+
+def _lines_of_words(of_outputs: NDArray[np.uint8], tiles: int) -> NDArray[np.uint8]:
+    """Turn the bytes [N, any] of each output into lines [N / 16, tiles, lines, 64], in which four bytes of an
+    output lie beside those of the next.
+    """
+    words = np.ascontiguousarray(of_outputs).view(np.uint32)
+    blocks = len(words) // OUTPUTS
+    of_tiles = np.ascontiguousarray(words.reshape(blocks, OUTPUTS, tiles, -1).transpose(0, 2, 3, 1))
+    return of_tiles.view(np.uint8).reshape(blocks, tiles, -1, _LINE)
 
 
 def pack_floats(leaf: NDArray[np.uint8], codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> None:
@@ -198,7 +274,7 @@ def pack_floats(leaf: NDArray[np.uint8], codes: NDArray[np.uint8], scales: NDArr
     tiles[:, :, 2 * OUTPUTS :] = both.transpose(0, 1, 3, 2, 4).reshape(blocks, num_in // INPUTS, -1)
 
 
-def _put_halves(lines: NDArray[np.uint8], values: NDArray[np.float32]) -> None:
+def _put_halves(lines: NDArray[np.uint8], values: NDArray[np.float32] | NDArray[np.float16]) -> None:
     """Write values [N, K / 32] in float16 to a line [N / 16, K / 64, 64] of each tile."""
     blocks, tiles, _ = lines.shape
     with np.errstate(over="ignore"):
@@ -276,8 +352,32 @@ def _best_scales(groups: NDArray[np.float32]) -> NDArray[np.float32]:
 def dequantised(leaf: jax.Array, in_size: int, dtype: jnp.dtype) -> jax.Array:
     """Return the weight [N, K] that a leaf stands for; it is computed in float32."""
     form = CodeForm.of(leaf.shape[1], in_size)
-    values = _of_floats(leaf, in_size, form) if form.floats else _of_integers(leaf, in_size, form)
-    return values.reshape(-1, in_size).astype(dtype)
+    if form.floats:
+        return _of_floats(leaf, in_size, form).reshape(-1, in_size).astype(dtype)
+
+    def all_outputs(number: int, size: int) -> jax.Array:
+        of_outputs = leaf.reshape(len(leaf), -1, number, OUTPUTS, size).transpose(0, 3, 1, 2, 4)
+        return of_outputs.reshape(len(leaf) * OUTPUTS, -1, number, size)
+
+    return _of_integers(all_outputs, in_size, form).astype(dtype)
+
+
+def rows_of(leaf: jax.Array, outputs: jax.Array, in_size: int, dtype: jnp.dtype) -> jax.Array:
+    """Return some outputs [T] of the weight that a leaf stands for, [T, K], without a look at the others, but
+    for small floats, of which all 16 of an entry are computed. Outputs beyond the last are that one.
+    """
+    form = CodeForm.of(leaf.shape[1], in_size)
+    outputs = jnp.clip(outputs, 0, leaf.shape[0] * OUTPUTS - 1)
+    entries, places = outputs // OUTPUTS, outputs % OUTPUTS
+    if form.floats:
+        values = _of_floats(leaf[entries], in_size, form).reshape(-1, OUTPUTS, in_size)
+        return jnp.take_along_axis(values, places[:, None, None], axis=1)[:, 0].astype(dtype)
+
+    def these(number: int, size: int) -> jax.Array:
+        found: jax.Array = leaf.reshape(len(leaf), -1, number, OUTPUTS, size)[entries, :, :, places]
+        return found
+
+    return _of_integers(these, in_size, form).astype(dtype)
 
 
 def _of_floats(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
@@ -301,27 +401,60 @@ def _of_floats(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
     return of_groups * scales.transpose(0, 2, 1)[:, :, :, None]
 
 
-def _of_integers(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
-    """Return the values [blocks, 16, ...] of integers."""
-    blocks, tiles = leaf.shape[0], in_size // INPUTS
-    lines = leaf[:, :-_LINE].reshape(blocks, tiles, -1, _LINE)
-    factors = jax.lax.bitcast_convert_type(leaf[:, -_LINE:].reshape(blocks, OUTPUTS, 4), jnp.float32)
+_BytesOf: TypeAlias = Callable[[int, int], jax.Array]
+"""(number, size) to what outputs have of each line, if it is [number, 16 outputs, size] bytes: uint8
+[outputs, lines, number, size]."""
 
-    def halves(line: int) -> jax.Array:
-        pairs = lines[:, :, line].reshape(blocks, tiles, 2, OUTPUTS, 2)
-        return jax.lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
 
-    # [blocks, tiles, lines, outputs, 4], and with 4 bits both halves of a byte one after the other.
-    codes = lines[:, :, 1 + form.zeros :].reshape(blocks, tiles, -1, OUTPUTS, 4)
-    if form.bits == 4:
-        both = jnp.stack([codes & np.uint8(15), codes >> 4], axis=3)
-        codes = both.reshape(blocks, tiles, -1, OUTPUTS, 4)
-    # [blocks, tiles, groups, words of a group, outputs, 4]
-    numbers = codes.reshape(blocks, tiles, 2, -1, OUTPUTS, 4).astype(jnp.float32)
-    zeros = halves(1)[:, :, :, None, :, None] if form.zeros else np.float32(form.middle)
-    scales = halves(0) * factors[:, None, None, :]
-    values = (numbers - zeros) * scales[:, :, :, None, :, None]
-    return values.transpose(0, 4, 1, 2, 3, 5)
+def _of_integers(bytes_of: _BytesOf, in_size: int, form: CodeForm) -> jax.Array:
+    """Return the values [outputs, K] of integers."""
+    tiles, first = in_size // INPUTS, form.scale_lines
+
+    def of_tiles(number: int, size: int) -> jax.Array:
+        found = bytes_of(number, size)[:, : tiles * form.tile_bytes // _LINE]
+        return found.reshape(len(found), tiles, -1, number, size)
+
+    def of_groups(values: jax.Array) -> jax.Array:
+        """Repeat values [outputs, tiles, groups of a tile] for each input of a group."""
+        return jnp.repeat(values, INPUTS // values.shape[2], axis=2)
+
+    words = of_tiles(1, 4)[:, :, first:, 0]  # [outputs, tiles, lines, 4]
+    halves = jax.lax.bitcast_convert_type(of_tiles(2, 2)[:, :, :first], jnp.float16).astype(jnp.float32)
+    if form.nested:
+        scales, minima = _scales_and_minima(of_tiles(4, 1)[:, :, 1:first, :, 0], halves[:, :, 0])
+        codes = _nibbles(words) if form.bits == 4 else _of_6_bits(words)
+        values = codes.astype(jnp.float32) * of_groups(scales) - of_groups(minima)
+        return values.reshape(-1, in_size)
+    codes = _nibbles(words) if form.bits == 4 else words.reshape(*words.shape[:2], INPUTS)
+    factors = jax.lax.bitcast_convert_type(bytes_of(1, 4)[:, -1, 0], jnp.float32)
+    zeros = of_groups(halves[:, :, 1]) if form.zeros else np.float32(form.middle)
+    scales = halves[:, :, 0] * factors[:, None, None]
+    return ((codes.astype(jnp.float32) - zeros) * of_groups(scales)).reshape(-1, in_size)
+
+
+def _scales_and_minima(numbers: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Multiply the numbers uint8 [outputs, tiles, lines, 4] of nested integers by factors [outputs, tiles,
+    2]. Return scales and minima, float32 [outputs, tiles, groups of a tile].
+    """
+    signed = jax.lax.bitcast_convert_type(numbers, jnp.int8).astype(jnp.float32)
+    both = signed.reshape(*signed.shape[:2], 2, -1) * factors[:, :, :, None]
+    return both[:, :, 0], both[:, :, 1]
+
+
+def _nibbles(words: jax.Array) -> jax.Array:
+    """Return the codes of 4 bits of lines [outputs, tiles, lines, 4]: [outputs, tiles, lines * 8]."""
+    both = jnp.stack([words & np.uint8(15), words >> 4], axis=3)
+    return both.reshape(*words.shape[:2], -1)
+
+
+def _of_6_bits(words: jax.Array) -> jax.Array:
+    """Return the codes of 6 bits, from -32 to 31, of the lines of a tile: int8 [outputs, tiles, 64]."""
+    groups = words.reshape(*words.shape[:2], 4, 3, 4)
+    low = _nibbles(groups[:, :, :, :2].reshape(*words.shape[:2], 8, 4))
+    shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 1, 4, 1)
+    high = (groups[:, :, :, 2:] >> shifts) & np.uint8(3)
+    codes = low | high.reshape(low.shape) << 4
+    return codes.astype(jnp.int8) - np.int8(_MIDDLE_OF_6_BITS)
 
 
 def matmul_codes(x: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -513,7 +513,7 @@ class PageGroups:
         return grown
 
     def shorten(self, seq: Sequence) -> None:
-        """Give back the last pages of a sequence that begins again, which keeps what it would enter with."""
+        """Give back the last pages of a sequence that begins again, but for what it would enter with."""
         for group in self.all:
             table = seq.tables[group.index]
             whole = group.pool.pages_for(len(seq.token_ids))

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.runtime.loading.gguf.block_types import BLOCK_TYPES, NOT_READ
 from penstock.runtime.ops.codes import dequantised
-from tests.support import gguf_package  # noqa: F401 -- skips this file where the package is missing
+from tests.support.gguf_models import random_blocks
 
 import gguf  # isort: skip
 
@@ -37,11 +37,7 @@ def test_values_are_those_of_the_package_to_the_last_bit(number: int) -> None:
 def test_codes_stand_for_the_values_of_the_package(number: int) -> None:
     """To the last bit, also as they lie in memory; scales that are no numbers have no codes."""
     kind = BLOCK_TYPES[number]
-    rng = np.random.default_rng(number)
-    rows = rng.integers(0, 256, (48, 6 * kind.num_bytes), dtype=np.uint8)
-    blocks = rows.reshape(-1, kind.num_bytes)
-    scales = np.exp2(rng.uniform(-9, 0, len(blocks))).astype(np.float16)
-    blocks[:, :2] = scales.view(np.uint8).reshape(-1, 2)
+    rows = random_blocks(np.random.default_rng(number), kind.name, 48, 6 * kind.values)
     expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(number))
     codes, form = kind.codes(rows), kind.form
     assert codes is not None
@@ -52,7 +48,7 @@ def test_codes_stand_for_the_values_of_the_package(number: int) -> None:
     codes.pack(leaf)
     found = dequantised(jnp.asarray(leaf), expected.shape[1], jnp.dtype(jnp.float32))
     np.testing.assert_array_equal(np.asarray(found), expected)
-    blocks[7, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    rows.reshape(-1, kind.num_bytes)[7] = 0x7C  # infinite, as a float16 it is 0x7C7C: no number
     assert kind.codes(rows) is None
 
 

@@ -20,7 +20,7 @@ from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import leaf_shapes, load_rules
 from penstock.runtime.models.registry import parse_config
-from penstock.runtime.ops.codes import CodeForm, dequantised
+from penstock.runtime.ops.codes import NESTED_FORMS, CodeForm, dequantised, rows_of
 from tests.support.gguf_models import write_gguf
 from tests.support.goldens import GOLDEN
 
@@ -28,9 +28,9 @@ import gguf  # isort: skip
 
 _RNG = np.random.default_rng(39)
 _SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "num_hidden_layers": 1,
@@ -141,9 +141,17 @@ def test_heads_of_a_group_are_side_by_side(tmp_path: Path) -> None:
     assert tensors.grouped_columns(tensors.whole(columns), 3, 2, 4)[0:1][0].tolist() == list(range(24))
 
 
-def test_a_model_keeps_its_codes_where_the_kernels_compute(tmp_path: Path) -> None:
-    """A checkpoint of Llama with 128 channels, in Q8_0: each product is one leaf of codes, of which the
-    values are those that the file's tensors read as. The embeddings stay floats.
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("Q8_0", CodeForm(8)),
+        ("Q4_K", NESTED_FORMS[0]),
+        pytest.param("Q6_K", NESTED_FORMS[1], marks=pytest.mark.ci),
+    ],
+)
+def test_a_model_keeps_its_codes_where_the_kernels_compute(tmp_path: Path, kind: str, form: CodeForm) -> None:
+    """A checkpoint of Llama with 256 channels: each product is one leaf of codes, of which the values are
+    those that the file's tensors read as, and so is the table of embeddings, whose rows are looked up.
     """
     folder = tmp_path / "floats"
     folder.mkdir()
@@ -152,21 +160,26 @@ def test_a_model_keeps_its_codes_where_the_kernels_compute(tmp_path: Path) -> No
     specs = load_rules(parse_config(fields), "float32").tensors
     values = {spec.name: _RNG.standard_normal(spec.shape).astype(np.float32) for spec in specs}
     save_file(values, folder / "model.safetensors")
-    write_gguf(folder, tmp_path / "m.gguf", kind="Q8_0")
+    write_gguf(folder, tmp_path / "m.gguf", kind=kind)
     model = read_model(tmp_path / "m.gguf")
     rules = partial(load_rules, model.config, "bfloat16")
     linear = format_for(LinearFormat(packed=True), model.tensors, rules)
     path = ("layers", 0, "mlp", "gate_up_proj", "weight")
     kept = dict(linear.kept)
-    assert kept[path] == CodeForm(8)
+    table = ("embed_tokens", "weight")
+    assert kept[path] == kept[table] == form
     assert len([found for found in kept if found[0] == "layers"]) == 4 * len(model.config.layers)
-    assert ("embed_tokens", "weight") not in kept
-    shape = leaf_shapes(model.config, "bfloat16", linear)[path]
-    leaf = np.zeros(shape.shape, shape.dtype)
+    shapes = leaf_shapes(model.config, "bfloat16", linear)
+    leaves = {place: np.zeros(shapes[place].shape, shapes[place].dtype) for place in (path, table)}
     for rule in rules(linear).rules:
-        if rule.targets[0].path == path:
-            rule.fill({path: leaf}, model.tensors, 0, rule.num_rows)
+        if rule.targets[0].path in leaves:
+            rule.fill(leaves, model.tensors, 0, rule.num_rows)
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
-    expected = np.concatenate([model.tensors[name][0:128] for name in names])
-    found = dequantised(jnp.asarray(leaf), 128, jnp.dtype(jnp.float32))
+    expected = np.concatenate([model.tensors[name][0:256] for name in names])
+    found = dequantised(jnp.asarray(leaves[path]), 256, jnp.dtype(jnp.float32))
     np.testing.assert_array_equal(np.asarray(found), expected)
+    leaf, ids = leaves[table], jnp.array([63, 7, 0])
+    rows = rows_of(jnp.asarray(leaf), ids, 256, jnp.dtype(jnp.float32))
+    np.testing.assert_array_equal(
+        np.asarray(rows), model.tensors["model.embed_tokens.weight"][0:64][[63, 7, 0]]
+    )

@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.codes import FLOAT_FORMS, FORMS, GROUP, CodeForm, pack_codes
+from penstock.runtime.ops.codes import FLOAT_FORMS, FORMS, GROUP, NESTED_FORMS, CodeForm, pack_codes
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
-from tests.support.native.codes import code_leaf, small_floats, stands_for
+from tests.support.native.codes import code_leaf, nested, small_floats, stands_for
 from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
 from tests.support.suite.drawing import few
 
@@ -184,6 +184,44 @@ def test_products_of_codes_are_a_chain_of_whole_numbers_times_two_scales(
         )
         bound = (groups + 4) * 2.0**-24 * np.abs(links).sum(axis=2)
         assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
+
+
+@pytest.mark.parametrize("form", NESTED_FORMS, ids=lambda form: f"{form.bits} bits")
+@pytest.mark.parametrize("counts", WITNESSED)
+def test_products_of_nested_codes_are_a_chain_of_whole_numbers_times_scales_less_minima(
+    form: CodeForm, counts: Iterable[int]
+) -> None:
+    """A group's sums of products and of inputs are known exactly. Each link rounds a few times to 2^-24 of
+    their sizes, where codes of 6 bits count from -32.
+    """
+    assert form.group is not None
+    for rows in counts:
+        rng = np.random.default_rng(rows)
+        inner, out = 896, 48
+        weight = nested(rng, form, out, inner)
+        leaf = np.empty(form.shape(out, inner), np.uint8)
+        weight.pack(leaf)
+        x = draw(rng, 80, inner)
+        x[0, :GROUP] = 0  # a group without a peak
+        got = linear(
+            jnp.asarray(x), (Packed(jnp.asarray(leaf)),), num_rows=jnp.int32(rows), out_dtype=np.float32
+        )
+        grouped = x[:rows].astype(np.float32).reshape(rows, -1, GROUP)
+        peaks = np.abs(grouped).max(axis=2, keepdims=True)
+        inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
+        numbers = np.rint(grouped * inverse).astype(np.int64).reshape(rows, -1, form.group)
+        of_rows = np.repeat(wide(peaks)[:, :, 0] / 127, GROUP // form.group, axis=1)[:, None]
+        factors = np.repeat(wide(weight.factors), 64 // form.group, axis=1)
+        scales, minima = factors[:, :, 0] * weight.scales, factors[:, :, 1] * weight.minima
+        codes = weight.codes.reshape(out, -1, form.group).astype(np.int64)
+        products = np.einsum("rgi,ogi->rog", numbers, codes) * scales
+        taken = numbers.sum(axis=2)[:, None] * minima
+        sizes = np.abs(products) + np.abs(numbers).sum(axis=2)[:, None] * (
+            np.abs(minima) + 64 * np.abs(scales)
+        )
+        bound = (codes.shape[1] + 6) * 2.0**-24 * (sizes * of_rows).sum(axis=2)
+        exact = ((products - taken) * of_rows).sum(axis=2)
+        assert (np.abs(wide(got[:rows]) - exact) <= bound).all()
 
 
 @pytest.mark.parametrize(

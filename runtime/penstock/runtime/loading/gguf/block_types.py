@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.models.quantised import Codes
-from penstock.runtime.ops.codes import CodeForm
+from penstock.runtime.models.quantised import Codes, NestedCodes, nested_form
+from penstock.runtime.ops.codes import INPUTS, CodeForm
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -29,13 +29,35 @@ _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.f
 """Twice what the 4 bits of MXFP4 mean. There is no zero with a sign."""
 
 
+class Nested(NamedTuple):
+    """What blocks of the types with a K hold: value = (factor * scale) * code - (factor of minima *
+    minimum)."""
+
+    codes: npt.NDArray[np.int8]
+    """[n, 256]: from 0 to 15 with 4 bits, else from -32 to 31."""
+    scales: npt.NDArray[np.int8]
+    """[n, groups]."""
+    minima: npt.NDArray[np.int8]
+    """[n, groups]."""
+    factors: npt.NDArray[np.float16]
+    """[n, 2]: of scales and of minima."""
+
+    @property
+    def values(self) -> Floats:
+        """The values, [n, 256]."""
+        factors = self.factors.astype(np.float32)
+        scales, minima = factors[:, :1] * self.scales, factors[:, 1:] * self.minima
+        return (_by_group(self.codes, scales) - minima[:, :, None]).reshape(-1, _SUPER)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """One type: how many values a block has, in how many bytes, and how they are read.
 
     dtype: that of the values as they are read. decode: blocks [n, num_bytes] to values [n, values]; None:
     the bytes are the values. integers: blocks [n, num_bytes] to codes int8 [n, values] of `bits`, of which
-    the float16 at the begin of a block is the scale; None: the type has other scales, or minima.
+    the float16 at the begin of a block is the scale; None: the type has other scales, or minima. nested:
+    blocks to integers of `bits` whose scales are integers, too; such a type has no `decode`.
     """
 
     name: str
@@ -45,14 +67,20 @@ class BlockType:
     decode: Callable[[Bytes], Floats] | None = None
     integers: Callable[[Bytes], npt.NDArray[np.int8]] | None = None
     bits: int = 8
+    nested: Callable[[Bytes], Nested] | None = None
 
     @property
     def form(self) -> CodeForm | None:
         """The bytes that hold codes as they are stored; None: none can."""
+        if self.nested is not None:
+            return nested_form(self.bits)
         return None if self.integers is None else CodeForm(self.bits)
 
-    def codes(self, rows: Bytes) -> Codes | None:
+    def codes(self, rows: Bytes) -> Codes | NestedCodes | None:
         """Read the codes of rows of whole blocks; None if there are none, or scales that are no numbers."""
+        if self.nested is not None:
+            found = self.nested(rows.reshape(rows.size // self.num_bytes, self.num_bytes))
+            return _of_rows(found, len(rows), self.bits) if np.isfinite(found.factors).all() else None
         if self.integers is None:
             return None
         blocks = rows.reshape(rows.size // self.num_bytes, self.num_bytes)
@@ -64,11 +92,30 @@ class BlockType:
 
     def read(self, rows: Bytes) -> npt.NDArray[Any]:
         """Read the values of rows of whole blocks, uint8 [rows, n * num_bytes] -> [rows, n * values]."""
-        if self.decode is None:
-            return rows.view(self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # scales may be anything; `LoadRule.fill` looks
             blocks = rows.reshape(rows.size // self.num_bytes, self.num_bytes)
-            return self.decode(blocks).reshape(len(rows), rows.shape[1] // self.num_bytes * self.values)
+            if self.nested is not None:
+                values = self.nested(blocks).values
+            elif self.decode is not None:
+                values = self.decode(blocks)
+            else:
+                return rows.view(self.dtype)
+            return values.reshape(len(rows), rows.shape[1] // self.num_bytes * self.values)
+
+
+def _of_rows(found: Nested, num_rows: int, bits: int) -> NestedCodes:
+    """Return the nested integers of whole rows, in the groups of their form."""
+    group = nested_form(bits).group or _SUPER
+    repeats = _SUPER // group // found.scales.shape[1]
+    scales, minima = (np.repeat(each, repeats, axis=1) for each in (found.scales, found.minima))
+    factors = np.repeat(found.factors, _SUPER // INPUTS, axis=0)
+    return NestedCodes(
+        codes=found.codes.reshape(num_rows, -1),
+        bits=bits,
+        scales=scales.reshape(num_rows, -1),
+        minima=minima.reshape(num_rows, -1),
+        factors=factors.reshape(num_rows, -1, 2),
+    )
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -135,42 +182,62 @@ def _q8_0(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
 
 
-def _q2_k(blocks: Bytes) -> Floats:
-    scales = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
-    minima = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
-    return (_by_group(_bits(blocks[:, 16:80], 2, 32), scales) - minima[:, :, None]).reshape(-1, _SUPER)
+def _factors(blocks: Bytes, of_scales: int, of_minima: int | None) -> npt.NDArray[np.float16]:
+    """Read the two factors at these bytes; a type without minima has 0 for theirs."""
+    first = np.ascontiguousarray(blocks[:, of_scales : of_scales + 2]).view(np.float16)
+    if of_minima is None:
+        return np.concatenate([first, np.zeros_like(first)], axis=1)
+    second = np.ascontiguousarray(blocks[:, of_minima : of_minima + 2]).view(np.float16)
+    return np.concatenate([first, second], axis=1)
 
 
-def _q3_k(blocks: Bytes) -> Floats:
+def _q2_k(blocks: Bytes) -> Nested:
+    codes, both = _bits(blocks[:, 16:80], 2, 32), blocks[:, :16]
+    return Nested(_int8(codes), _int8(both & 15), _int8(both >> 4), _factors(blocks, 80, 82))
+
+
+def _q3_k(blocks: Bytes) -> Nested:
     low, high = _nibbles(blocks[:, 96:104], 8), _bits(blocks[:, 104:108], 2, 4)
-    scales = _half(blocks, 108) * ((low | high << 4).astype(np.float32) - 32)
     codes = _bits(blocks[:, 32:96], 2, 32) | _bits(blocks[:, :32], 1, 32) << 2
-    return _by_group(codes.astype(np.float32) - 4, scales).reshape(-1, _SUPER)
+    factors = _factors(blocks, 108, None)
+    return _symmetric(_int8(codes) - np.int8(4), _int8(low | high << 4) - np.int8(32), factors)
 
 
-def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
+def _scales_and_minima(blocks: Bytes) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
     """Unpack those of the 8 groups of Q4_K and Q5_K, [n, 8] each."""
     one, other, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([one & 63, rest & 15 | one >> 6 << 4], axis=1)
     minima = np.concatenate([other & 63, rest >> 4 | other >> 6 << 4], axis=1)
-    return _half(blocks, 0) * scales.astype(np.float32), _half(blocks, 2) * minima.astype(np.float32)
+    return _int8(scales), _int8(minima)
 
 
-def _q4_k(blocks: Bytes) -> Floats:
+def _q4_k(blocks: Bytes) -> Nested:
     scales, minima = _scales_and_minima(blocks)
-    return (_by_group(_nibbles(blocks[:, 16:], 32), scales) - minima[:, :, None]).reshape(-1, _SUPER)
+    return Nested(_int8(_nibbles(blocks[:, 16:], 32)), scales, minima, _factors(blocks, 0, 2))
 
 
-def _q5_k(blocks: Bytes) -> Floats:
+def _q5_k(blocks: Bytes) -> Nested:
     scales, minima = _scales_and_minima(blocks)
     codes = _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 1, 32) << 4
-    return (_by_group(codes, scales) - minima[:, :, None]).reshape(-1, _SUPER)
+    return Nested(_int8(codes), scales, minima, _factors(blocks, 0, 2))
 
 
-def _q6_k(blocks: Bytes) -> Floats:
+def _q6_k(blocks: Bytes) -> Nested:
     codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 2, 32) << 4
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return _by_group(codes.astype(np.float32) - 32, scales).reshape(-1, _SUPER)
+    scales = blocks[:, 192:208].view(np.int8)
+    return _symmetric(_int8(codes) - np.int8(32), scales, _factors(blocks, 208, None))
+
+
+def _int8(values: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
+    """Return values below 128 as int8."""
+    return values.astype(np.int8)
+
+
+def _symmetric(
+    codes: npt.NDArray[np.int8], scales: npt.NDArray[np.int8], factors: npt.NDArray[np.float16]
+) -> Nested:
+    """Return the integers of a type without minima."""
+    return Nested(codes, scales, np.zeros_like(scales), factors)
 
 
 def _iq4_nl(blocks: Bytes) -> Floats:
@@ -198,11 +265,11 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     6: BlockType("Q5_0", 32, 22, _FLOAT32, _q5_0, _integers_of_5_bits),
     7: BlockType("Q5_1", 32, 24, _FLOAT32, _q5_1),
     8: BlockType("Q8_0", 32, 34, _FLOAT32, _q8_0, lambda blocks: blocks[:, 2:].view(np.int8)),
-    10: BlockType("Q2_K", _SUPER, 84, _FLOAT32, _q2_k),
-    11: BlockType("Q3_K", _SUPER, 110, _FLOAT32, _q3_k),
-    12: BlockType("Q4_K", _SUPER, 144, _FLOAT32, _q4_k),
-    13: BlockType("Q5_K", _SUPER, 176, _FLOAT32, _q5_k),
-    14: BlockType("Q6_K", _SUPER, 210, _FLOAT32, _q6_k),
+    10: BlockType("Q2_K", _SUPER, 84, _FLOAT32, bits=6, nested=_q2_k),
+    11: BlockType("Q3_K", _SUPER, 110, _FLOAT32, bits=6, nested=_q3_k),
+    12: BlockType("Q4_K", _SUPER, 144, _FLOAT32, bits=4, nested=_q4_k),
+    13: BlockType("Q5_K", _SUPER, 176, _FLOAT32, bits=6, nested=_q5_k),
+    14: BlockType("Q6_K", _SUPER, 210, _FLOAT32, bits=6, nested=_q6_k),
     20: BlockType(
         "IQ4_NL", 32, 18, _FLOAT32, _iq4_nl, lambda blocks: _NL.astype(np.int8)[_nibbles(blocks[:, 2:], 16)]
     ),

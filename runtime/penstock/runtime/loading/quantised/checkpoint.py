@@ -14,7 +14,7 @@ from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
 from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors, read_metadata
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.load_rules import CodedTensor, LoadRules, ParamPath, Tensor, pack_rows
+from penstock.runtime.models.load_rules import CodedTensor, LoadRules, ParamPath, Tensor
 from penstock.runtime.ops.codes import CodeForm, union
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def format_for(
         return linear
     of_leaves: dict[ParamPath, list[CodeForm | None]] = {}
     for rule in rules(linear).rules:
-        if rule.may_keep and rule.put is pack_rows:
+        if rule.may_keep:
             of_leaves.setdefault(rule.targets[0].path, []).append(rule.kept_form(tensors))
     found = ((path, _joined(forms)) for path, forms in of_leaves.items())
     return replace(linear, kept=tuple((path, form) for path, form in found if form is not None))

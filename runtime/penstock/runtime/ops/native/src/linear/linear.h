@@ -3,7 +3,8 @@
 // A packed bf16 weight [out, in] is [out / 16][in / 32][16 pairs of in][16 out][2]: each 1 KiB tile is the B operand
 // of AMX's TDPBF16PS and, row by row, the vector operand of AVX-512's VDPBF16PS, and the whole weight is read in
 // one ascending sweep. A packed int8 weight is [out / 16][in / 64][16 fours of in][16 out][4].
-// Codes of 4 or 8 bits lie as ops/codes.py says. Integers with a scale for each 32 inputs are multiplied as they are.
+// Codes lie as ops/codes.py says. Integers with a scale for each 32 inputs, or nested ones, whose scales are integers,
+// too, are multiplied as they are.
 // Small floats (E2M1 and E4M3) become tiles of bf16 in the first- or second-level cache (linear_expand.h), and from
 // there on they are multiplied, and have the bits, as a weight that is bf16 in memory.
 #pragma once
@@ -15,27 +16,45 @@
 namespace penstock {
 
 // What the tiles of a weight hold.
-enum class Format { kBf16, kInt8, kCodes4, kCodes4Zeros, kCodes8, kCodes8Zeros, kE2m1, kE4m3Groups, kE4m3 };
+enum class Format {
+  kBf16,
+  kInt8,
+  kCodes4,
+  kCodes4Zeros,
+  kCodes8,
+  kCodes8Zeros,
+  kNested4,
+  kNested6,
+  kE2m1,
+  kE4m3Groups,
+  kE4m3
+};
 
 constexpr int64_t kBlockOut = 16;  // outputs of a tile
-constexpr int64_t kGroup = 32;     // inputs that share a scale of codes, but for those of E4M3
+constexpr int64_t kGroup = 32;     // inputs that share a scale of codes, but for those of kNested6 (16) and E4M3
 constexpr int64_t kWide = 128;     // inputs that share a scale of kE4m3Groups; those of kE4m3 have one for all
 constexpr int64_t kLine = 64;      // bytes of a line: of codes, of the scales of two groups, of a block's factors
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kMaxWeights = 3;
 constexpr int64_t kRowBlock = 16;  // rows of x that put_rows takes at once
 
-// Whether a weight has integers with scales by group; and whether it has small floats.
-constexpr bool IsCodes(Format format) { return format >= Format::kCodes4 && format <= Format::kCodes8Zeros; }
+// Whether a weight has integers with scales by group; whether these have a factor for each output behind all inputs;
+// and whether it has small floats.
+constexpr bool IsCodes(Format format) { return format >= Format::kCodes4 && format <= Format::kNested6; }
+constexpr bool HasFactors(Format format) { return IsCodes(format) && format < Format::kNested4; }
 constexpr bool IsSmallFloats(Format format) { return format >= Format::kE2m1; }
 
-// How many inputs of a weight with small floats are expanded at least.
-constexpr int64_t InputsAtOnce(Format format) { return format == Format::kE4m3Groups ? kWide : 2 * kGroup; }
+// What the inputs of a weight are a multiple of: so many small floats are expanded at least; and nested integers would
+// have the size of others with fewer.
+constexpr int64_t InputsAtOnce(Format format) {
+  const bool is_nested = format == Format::kNested4 || format == Format::kNested6;
+  return format == Format::kE4m3Groups || is_nested ? kWide : 2 * kGroup;
+}
 
 // The bytes of 16 outputs of a weight with k inputs.
 constexpr int64_t BytesOfBlock(Format format, int64_t k) {
-  constexpr int64_t kBytesOfTile[] = {2048, 1024, 576, 640, 1088, 1152, 544, 1056, 1024};  // of 64 inputs
-  return k * kBytesOfTile[static_cast<int>(format)] / 64 + (IsCodes(format) || format == Format::kE4m3 ? kLine : 0);
+  constexpr int64_t kBytesOfTile[] = {2048, 1024, 576, 640, 1088, 1152, 640, 960, 544, 1056, 1024};  // of 64 inputs
+  return k * kBytesOfTile[static_cast<int>(format)] / 64 + (HasFactors(format) || format == Format::kE4m3 ? kLine : 0);
 }
 
 struct PackedWeight {

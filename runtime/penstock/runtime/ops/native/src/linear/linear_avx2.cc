@@ -33,11 +33,17 @@ struct WideBf16 {
 // What products by group do with sums.
 struct WideFloats {
   using Floats = __m256;
+  static constexpr int kGroups = 2;
+  static constexpr LeastOf kLeast = LeastOf::kNothing;
   static Floats Load(const float* from) { return _mm256_loadu_ps(from); }
   static void Store(float* to, Floats value) { _mm256_storeu_ps(to, value); }
   static Floats Fill(const uint32_t* word) { return _mm256_set1_ps(*reinterpret_cast<const float*>(word)); }
-  static Floats Halves(const uint16_t* halves, int part) {
+  static Floats Halves(const char* halves, int part) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves) + part));
+  }
+  static Floats Bytes(const char* bytes, int part) {
+    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes + part * 8));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
   }
   static Floats Times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static Floats PlusProduct(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(b, c, a); }
@@ -51,11 +57,11 @@ struct WideInt8 : WideFloats {
   using Operand = __m256i;
   static constexpr bool kByGroup = true;
   static constexpr int kParts = 2, kSteps = 2, kRows = 5, kPairedRows = 0, kWidth = 8;
-  static constexpr int kScaleLines = 0, kGroupLines = 8, kMiddle = 0;
+  static constexpr int kScaleLines = 0, kGroupLines = 8, kCodeLines = 8, kMiddle = 0;
   static constexpr Form kForm = Form::kHalves;
   template <int kStep>
-  static Operand Weights(const char* line, int part) {
-    const __m256i fours = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line) + part);
+  static Operand Weights(const char* group, int line, int part) {
+    const __m256i fours = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + line * kLine) + part);
     return _mm256_srai_epi16(kStep == 0 ? _mm256_slli_epi16(fours, 8) : fours, 8);
   }
   static Operand Word(const uint32_t* x) { return _mm256_set1_epi32(static_cast<int>(*x)); }
@@ -78,11 +84,12 @@ struct WideCodes : WideFloats {
   static constexpr bool kByGroup = true;
   static constexpr int kParts = 2, kSteps = 2, kRows = 4, kPairedRows = 0, kWidth = 8;
   static constexpr int kScaleLines = kZeros ? 2 : 1, kGroupLines = kBits == 4 ? 4 : 8;
-  static constexpr int kMiddle = kZeros ? 0 : 1 << (kBits - 1);
+  static constexpr int kCodeLines = kGroupLines, kMiddle = kZeros ? 0 : 1 << (kBits - 1);
+  static constexpr LeastOf kLeast = kZeros ? LeastOf::kZeros : LeastOf::kNothing;
   static constexpr Form kForm = kBits == 4 ? Form::kFour : Form::kHalves;
   template <int kStep>
-  static Operand Weights(const char* line, int part) {
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line) + part);
+  static Operand Weights(const char* group, int line, int part) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + line * kLine) + part);
     if (kBits == 8) {
       return kStep == 0 ? _mm256_and_si256(codes, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(codes, 8);
     }
@@ -103,6 +110,50 @@ struct WideCodes : WideFloats {
     const __m256i wide = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
     return _mm256_cvtepi32_ps(kZeros ? wide : _mm256_add_epi32(wide, Word(word)));
   }
+  static Floats Scale(const char* tile, int group, int part) { return Halves(tile + group * kLine / 2, part); }
+  static Floats Least(const char* tile, int group, int part) { return Halves(tile + kLine + group * kLine / 2, part); }
+};
+
+// Codes of 6 bits are multiplied as unsigned ones, and what that adds to them is taken off with the minimum. Two
+// products of theirs, at most 2 * 63 * 127, fill an int16.
+template <int kBits>
+struct WideNested : WideFloats {
+  using Sum = __m256i;
+  using Operand = __m256i;
+  static constexpr bool kByGroup = true;
+  static constexpr int kParts = 2, kSteps = 2, kRows = 4, kPairedRows = 0, kWidth = 8, kGroups = kBits == 4 ? 2 : 4;
+  static constexpr int kScaleLines = kBits / 2, kCodeLines = 8 / kGroups, kGroupLines = kBits == 4 ? 4 : 3;
+  static constexpr int kMiddle = 0;
+  static constexpr LeastOf kLeast = LeastOf::kMinima;
+  static constexpr Form kForm = Form::kFour;
+  template <int kStep>
+  static Operand Weights(const char* group, int line, int part) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + line * kLine) + part);
+    const __m256i low = _mm256_and_si256(kStep == 0 ? codes : _mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
+    if (kBits == 4) {
+      return low;
+    }
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + kCodeLines * kLine) + part);
+    const __m256i first = kStep == 0 ? _mm256_slli_epi16(bits, 4) : _mm256_slli_epi16(bits, 2);
+    const __m256i high = line == 0 ? first : kStep == 0 ? bits : _mm256_srli_epi16(bits, 2);
+    return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi8(0x30)));
+  }
+  static Operand Word(const uint32_t* x) { return _mm256_set1_epi32(static_cast<int>(*x)); }
+  static Sum Wide(Sum pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+  static Sum Add(Sum sum, Operand weights, Operand word) {
+    const Sum pairs = _mm256_maddubs_epi16(weights, word);
+    return kBits == 4 ? _mm256_add_epi16(sum, pairs) : _mm256_add_epi32(sum, Wide(pairs));
+  }
+  static Sum Begin(const uint32_t*) { return _mm256_setzero_si256(); }
+  static Floats Total(Sum sum, const uint32_t*) { return _mm256_cvtepi32_ps(kBits == 4 ? Wide(sum) : sum); }
+  static Floats Scale(const char* tile, int group, int part) {
+    return Times(Halves(tile, part), Bytes(tile + kLine + group * kBlockOut, part));
+  }
+  static Floats Least(const char* tile, int group, int part) {
+    const char* minima = tile + kLine + (kGroups + group) * kBlockOut;
+    const Floats minimum = Times(Halves(tile + kLine / 2, part), Bytes(minima, part));
+    return kBits == 4 ? minimum : PlusProduct(minimum, Scale(tile, group, part), _mm256_set1_ps(32.0f));
+  }
 };
 
 struct Avx2 {
@@ -110,6 +161,8 @@ struct Avx2 {
   using Int8 = WideInt8;
   template <int kBits, bool kZeros>
   using Codes = WideCodes<kBits, kZeros>;
+  template <int kBits>
+  using Nested = WideNested<kBits>;
 };
 
 }  // namespace

@@ -10,6 +10,8 @@ struct Avx512 {
   using Int8 = VnniInt8;
   template <int kBits, bool kZeros>
   using Codes = VnniCodes<kBits, kZeros>;
+  template <int kBits>
+  using Nested = VnniNested<kBits>;
 };
 
 }  // namespace

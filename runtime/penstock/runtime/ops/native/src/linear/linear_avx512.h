@@ -36,8 +36,9 @@ struct VnniByGroup {
   using Operand = __m512i;
   using Floats = __m512;
   static constexpr bool kByGroup = true;
-  static constexpr int kParts = 1, kRows = 16, kPairedRows = 8, kWidth = 16;
+  static constexpr int kParts = 1, kRows = 16, kPairedRows = 8, kWidth = 16, kGroups = 2;
   static constexpr Form kForm = Form::kFour;
+  static constexpr LeastOf kLeast = LeastOf::kNothing;
   static Operand Word(const uint32_t* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
   static Sum Add(Sum sum, Operand weights, Operand word) {
     return (Sum)_mm512_dpbusd_epi32((__m512i)sum, weights, word);
@@ -47,8 +48,11 @@ struct VnniByGroup {
   static Floats Load(const float* from) { return _mm512_loadu_ps(from); }
   static void Store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
   static Floats Fill(const uint32_t* word) { return _mm512_castsi512_ps(Word(word)); }
-  static Floats Halves(const uint16_t* halves, int) {
+  static Floats Halves(const char* halves) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+  }
+  static Floats Bytes(const char* bytes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
   }
   static Floats Times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats PlusProduct(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(b, c, a); }
@@ -56,26 +60,58 @@ struct VnniByGroup {
 };
 
 struct VnniInt8 : VnniByGroup {
-  static constexpr int kSteps = 1, kScaleLines = 0, kGroupLines = 8, kMiddle = 128;
+  static constexpr int kSteps = 1, kScaleLines = 0, kGroupLines = 8, kCodeLines = 8, kMiddle = 128;
   template <int kStep>
-  static Operand Weights(const char* line, int) {
-    return _mm512_xor_si512(_mm512_loadu_si512(line), _mm512_set1_epi32(static_cast<int>(0x80808080)));
+  static Operand Weights(const char* group, int line, int) {
+    return _mm512_xor_si512(_mm512_loadu_si512(group + line * kLine), _mm512_set1_epi32(static_cast<int>(0x80808080)));
   }
 };
 
 template <int kBits, bool kZeros>
 struct VnniCodes : VnniByGroup {
   static constexpr int kSteps = kBits == 4 ? 2 : 1, kScaleLines = kZeros ? 2 : 1, kGroupLines = kBits == 4 ? 4 : 8;
-  static constexpr int kMiddle = kZeros ? 0 : 1 << (kBits - 1);
+  static constexpr int kCodeLines = kGroupLines, kMiddle = kZeros ? 0 : 1 << (kBits - 1);
+  static constexpr LeastOf kLeast = kZeros ? LeastOf::kZeros : LeastOf::kNothing;
   template <int kStep>
-  static Operand Weights(const char* line, int) {
-    const __m512i codes = _mm512_loadu_si512(line);
+  static Operand Weights(const char* group, int line, int) {
+    const __m512i codes = _mm512_loadu_si512(group + line * kLine);
     if (kBits == 8) {
       return codes;
     }
     return _mm512_and_si512(kStep == 0 ? codes : _mm512_srli_epi32(codes, 4), _mm512_set1_epi32(0x0f0f0f0f));
   }
   static Sum Begin(const uint32_t* word) { return kZeros ? Sum{} : VnniByGroup::Begin(word); }
+  static Floats Scale(const char* tile, int group, int) { return Halves(tile + group * kLine / 2); }
+  static Floats Least(const char* tile, int group, int) { return Halves(tile + kLine + group * kLine / 2); }
+};
+
+// Codes of 6 bits are multiplied as unsigned ones, and what that adds to them is taken off with the minimum.
+template <int kBits>
+struct VnniNested : VnniByGroup {
+  static constexpr int kSteps = 2, kGroups = kBits == 4 ? 2 : 4, kScaleLines = kBits / 2, kCodeLines = 8 / kGroups;
+  static constexpr int kGroupLines = kBits == 4 ? 4 : 3, kMiddle = 0;
+  static constexpr LeastOf kLeast = LeastOf::kMinima;
+  template <int kStep>
+  static Operand Weights(const char* group, int line, int) {
+    const __m512i codes = _mm512_loadu_si512(group + line * kLine);
+    const __m512i low =
+        _mm512_and_si512(kStep == 0 ? codes : _mm512_srli_epi32(codes, 4), _mm512_set1_epi32(0x0f0f0f0f));
+    if (kBits == 4) {
+      return low;
+    }
+    const __m512i bits = _mm512_loadu_si512(group + kCodeLines * kLine);
+    const __m512i first = kStep == 0 ? _mm512_slli_epi32(bits, 4) : _mm512_slli_epi32(bits, 2);
+    const __m512i high = line == 0 ? first : kStep == 0 ? bits : _mm512_srli_epi32(bits, 2);
+    return _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi32(0x30303030)));
+  }
+  static Sum Begin(const uint32_t*) { return Sum{}; }
+  static Floats Scale(const char* tile, int group, int) {
+    return Times(Halves(tile), Bytes(tile + kLine + group * kBlockOut));
+  }
+  static Floats Least(const char* tile, int group, int part) {
+    const Floats minimum = Times(Halves(tile + kLine / 2), Bytes(tile + kLine + (kGroups + group) * kBlockOut));
+    return kBits == 4 ? minimum : PlusProduct(minimum, Scale(tile, group, part), _mm512_set1_ps(32.0f));
+  }
 };
 
 }  // namespace

@@ -12,13 +12,20 @@ namespace {
 // the one with 1 and 3; or four int8.
 enum class Form { kFloat, kPair, kHalves, kFour };
 
+// What is taken from the products of a group: nothing; or the sum of the row's group times the zero of the weight's,
+// before the scale; or that sum times a minimum, behind the scale.
+enum class LeastOf { kNothing, kZeros, kMinima };
+
 constexpr int64_t Words(Form form, int64_t k) { return form == Form::kFloat ? k : form == Form::kFour ? k / 4 : k / 2; }
 
-// The words of a panel that follow those of all rows, where rows are quantised by group: for each group the scales of
-// all rows, and then what is added to their sums.
+// The words of a panel that follow those of all rows, where rows are quantised by group: for each group of the weight
+// the scales of all rows, and then what is added to their sums.
 template <class P>
 constexpr int64_t ScaleWords(int64_t k) {
-  return P::kByGroup ? k / kGroup * 2 : 0;
+  if constexpr (P::kByGroup) {
+    return k * P::kGroups / (2 * kGroup) * 2;
+  }
+  return 0;
 }
 
 // Whether m rows are multiplied by two blocks at once.
@@ -77,28 +84,31 @@ inline void PutRow(Form form, const LinearInput& input, int64_t row, int64_t k, 
   }
 }
 
-inline int32_t SumOf32(const int8_t* bytes) {
-  const __m256i from_128 = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)),
-                                            _mm256_set1_epi8(static_cast<char>(0x80)));
-  const __m256i sums = _mm256_sad_epu8(from_128, _mm256_setzero_si256());
-  const __m128i pair = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-  return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 2) - 32 * 128;
+inline int32_t SumOf16(const int8_t* bytes) {
+  const __m128i from_128 =
+      _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)), _mm_set1_epi8(static_cast<char>(0x80)));
+  const __m128i sums = _mm_sad_epu8(from_128, _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
 }
 
-// Quantises a row by groups to words of kFour or kHalves. `scales` gets two words for each group, `stride` words apart:
-// the scale; and what is added to a sum of products with weights, of which `middle` stands for 0. Where `middle` is 0,
-// it is the sum of the row's group as float32, for weights with zeros of their own.
-inline void PutGroups(Form form, const float* floats, int64_t k, int32_t middle, uint32_t* words, uint32_t* scales,
-                      int64_t stride) {
-  for (int64_t i = 0; i < k; i += kGroup, scales += 2 * stride) {
+// Quantises a row by groups of 32 to words of kFour or kHalves. `scales` gets two words for each group of a weight, of
+// which a tile has `groups`, `stride` words apart: the scale; and what is added to a sum of products with weights, of
+// which `middle` stands for 0. Where `middle` is 0, it is the sum of the row's group as float32, for weights with zeros
+// or minima of their own.
+inline void PutGroups(Form form, const float* floats, int64_t k, int32_t middle, int groups, uint32_t* words,
+                      uint32_t* scales, int64_t stride) {
+  for (int64_t i = 0; i < k; i += kGroup) {
     alignas(32) int8_t bytes[kGroup];
     const float peak = RowPeak(floats + i, kGroup), scale = peak / 127.0f;
     Quantize(floats + i, kGroup, Int8Inverse(peak), bytes);
-    const int32_t sum = SumOf32(bytes);
-    const float as_float = static_cast<float>(sum);
-    const int32_t added = -middle * sum;
-    memcpy(scales, &scale, 4);
-    memcpy(scales + stride, middle ? static_cast<const void*>(&added) : &as_float, 4);
+    const int32_t halves[2] = {SumOf16(bytes), SumOf16(bytes + 16)};
+    for (int part = 0; part < groups / 2; ++part, scales += 2 * stride) {
+      const int32_t sum = groups == 2 ? halves[0] + halves[1] : halves[part];
+      const float as_float = static_cast<float>(sum);
+      const int32_t added = -middle * sum;
+      memcpy(scales, &scale, 4);
+      memcpy(scales + stride, middle ? static_cast<const void*>(&added) : &as_float, 4);
+    }
     if (form == Form::kHalves) {
       WidenFours(bytes, words + i / 2);
     } else {
@@ -122,7 +132,7 @@ void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, in
       if constexpr (P::kByGroup) {
         LoadRow(input, from + r, job.k, row);
         uint32_t* scales = x + words * job.m + from * ScaleWords<P>(job.k) + r;
-        PutGroups(P::kForm, row, job.k, P::kMiddle, apart + r * stride, scales, rows);
+        PutGroups(P::kForm, row, job.k, P::kMiddle, P::kGroups, apart + r * stride, scales, rows);
       } else {
         PutRow(P::kForm, input, from + r, job.k, apart + r * stride);
       }

@@ -1,5 +1,5 @@
-// Linear layers on vector registers, for any instruction set described by a traits class V whose members Bf16, Int8 and
-// Codes<bits, zeros> say how words (32 bits) of weights and of x are multiplied:
+// Linear layers on vector registers, for any instruction set described by a traits class V whose members Bf16, Int8,
+// Codes<bits, zeros> and Nested<bits> say how words (32 bits) of weights and of x are multiplied:
 //   Sum             a register of float32 or int32 sums; kWidth of them
 //   kParts          registers for the 16 outputs of a tile's row
 //   kSteps          products to a tile's row: each takes one word of every row of x
@@ -11,11 +11,15 @@
 //   kByGroup        whether groups of inputs have scales
 //
 // Where kByGroup is true:
-//   kScaleLines     lines of a tile (of two groups) before its codes: 0, or 1 with scales, or 2 also with zeros
-//   kGroupLines     lines of codes in a group
-//   kMiddle         the code that stands for 0; or 0, if weights have zeros of their own
-//   Floats          a register of kWidth float32, with Load, Store, Fill(word), Halves(float16, part), Times(a, b), and
-//                   PlusProduct(a, b, c) and MinusProduct(a, b, c): a +- b * c, rounded once
+//   kGroups         groups of a tile (of 64 inputs) that have scales of their own: 2 or 4
+//   kScaleLines     lines of a tile before its codes: 0, or 1 with scales, or more also with zeros or minima
+//   kGroupLines     lines of codes in a group, of which kCodeLines are multiplied; the others have bits of their codes
+//   kMiddle         the code that stands for 0; or 0, if weights have zeros or minima of their own
+//   kLeast          what a weight has beside scales: nothing, or zeros, or minima
+//   Weights<step>(group, line, part) in place of Weights<step>(tile row, part)
+//   Floats          a register of kWidth float32, with Load, Store, Fill(word), Times(a, b), and PlusProduct(a, b, c)
+//                   and MinusProduct(a, b, c): a +- b * c, rounded once
+//   Scale(tile, group, part), Least(tile, group, part)  those of a group
 //   Begin(word)     sums before the first product, where the word is what belongs to a row and a group
 //   Total(sum, word)  the whole numbers that the sums of a group stand for
 //
@@ -58,7 +62,7 @@ constexpr int64_t kFewRows = 2;  // so few have too few sums to fill the latency
 template <class P>
 constexpr int64_t LinesOfUnit(bool with_scales) {
   if constexpr (P::kByGroup) {
-    return 2 * P::kGroupLines + (with_scales ? P::kScaleLines : 0);
+    return P::kGroups * (with_scales ? P::kGroupLines : P::kCodeLines) + (with_scales ? P::kScaleLines : 0);
   }
   return 1;
 }
@@ -126,14 +130,14 @@ __attribute__((noinline)) void Multiply(const char* const* blocks, const uint32_
   }
 }
 
-// Adds the products of one word of each row of x to the sums of a group; `at` is the line of codes in a tile.
+// Adds the products of one word of each row of x to the sums of a group, which begins at byte `at` of a tile.
 template <class P, int kStep, int B, int R>
-inline __attribute__((always_inline)) void AddLine(const char* const (&tiles)[B], int64_t at, const uint32_t* x,
-                                                   typename P::Sum (&sum)[B][R][P::kParts]) {
+inline __attribute__((always_inline)) void AddLine(const char* const (&tiles)[B], int64_t at, int line,
+                                                   const uint32_t* x, typename P::Sum (&sum)[B][R][P::kParts]) {
   for (int b = 0; b < B; ++b) {
     typename P::Operand weights[P::kParts];
     for (int p = 0; p < P::kParts; ++p) {
-      weights[p] = P::template Weights<kStep>(tiles[b] + at, p);
+      weights[p] = P::template Weights<kStep>(tiles[b] + at, line, p);
     }
     for (int r = 0; r < R; ++r) {
       const typename P::Operand word = P::Word(x + r);
@@ -149,7 +153,6 @@ inline __attribute__((always_inline)) void AddLine(const char* const (&tiles)[B]
 template <class P, int R, int B>
 __attribute__((noinline)) void MultiplyGroups(const char* const* blocks, const uint32_t* x, const uint32_t* scales,
                                               int64_t units, Ahead ahead, float* const* sums) {
-  constexpr int kGroups = 2;
   const char* tiles[B];
   for (int b = 0; b < B; ++b) {
     tiles[b] = blocks[b];
@@ -160,7 +163,7 @@ __attribute__((noinline)) void MultiplyGroups(const char* const* blocks, const u
         _mm_prefetch(tiles[b] + line * kLine + ahead.bytes, _MM_HINT_T0);
       }
     }
-    for (int g = 0; g < kGroups; ++g, scales += 2 * R) {
+    for (int g = 0; g < P::kGroups; ++g, scales += 2 * R) {
       typename P::Sum sum[B][R][P::kParts];
       for (int b = 0; b < B; ++b) {
         for (int r = 0; r < R; ++r) {
@@ -170,25 +173,33 @@ __attribute__((noinline)) void MultiplyGroups(const char* const* blocks, const u
         }
       }
 #pragma GCC unroll 8  // otherwise GCC stores all sums after each line
-      for (int line = 0; line < P::kGroupLines; ++line) {
-        AddLine<P, 0>(tiles, (P::kScaleLines + g * P::kGroupLines + line) * kLine, x, sum);
+      for (int line = 0; line < P::kCodeLines; ++line) {
+        AddLine<P, 0>(tiles, (P::kScaleLines + g * P::kGroupLines) * kLine, line, x, sum);
         x += R;
         if constexpr (P::kSteps == 2) {
-          AddLine<P, 1>(tiles, (P::kScaleLines + g * P::kGroupLines + line) * kLine, x, sum);
+          AddLine<P, 1>(tiles, (P::kScaleLines + g * P::kGroupLines) * kLine, line, x, sum);
           x += R;
         }
       }
       for (int b = 0; b < B; ++b) {
-        const auto* halves = reinterpret_cast<const uint16_t*>(tiles[b]) + g * kBlockOut;
         for (int p = 0; p < P::kParts; ++p) {
-          const typename P::Floats scale = P::Halves(halves, p), zero = P::Halves(halves + kLine / 2, p);
+          typename P::Floats scale{}, least{};
+          if constexpr (P::kScaleLines > 0) {
+            scale = P::Scale(tiles[b], g, p);
+          }
+          if constexpr (P::kLeast != LeastOf::kNothing) {
+            least = P::Least(tiles[b], g, p);
+          }
           for (int r = 0; r < R; ++r) {
             float* to = sums[b] + r * kBlockOut + p * P::kWidth;
             typename P::Floats value = P::Total(sum[b][r][p], scales + R + r);
-            if constexpr (P::kScaleLines == 2) {
-              value = P::MinusProduct(value, zero, P::Fill(scales + R + r));
+            if constexpr (P::kLeast == LeastOf::kZeros) {
+              value = P::MinusProduct(value, least, P::Fill(scales + R + r));
             }
-            if constexpr (P::kScaleLines > 0) {
+            if constexpr (P::kLeast == LeastOf::kMinima) {
+              value = P::MinusProduct(P::Times(value, scale), least, P::Fill(scales + R + r));
+              value = P::PlusProduct(P::Load(to), value, P::Fill(scales + r));
+            } else if constexpr (P::kScaleLines > 0) {
               value = P::PlusProduct(P::Load(to), P::Times(value, P::Fill(scales + r)), scale);
             } else {
               value = P::PlusProduct(P::Load(to), value, P::Fill(scales + r));
@@ -246,6 +257,10 @@ struct VectorLinear {
         return run(Multiplier<typename V::template Codes<8, false>>());
       case Format::kCodes8Zeros:
         return run(Multiplier<typename V::template Codes<8, true>>());
+      case Format::kNested4:
+        return run(Multiplier<typename V::template Nested<4>>());
+      case Format::kNested6:
+        return run(Multiplier<typename V::template Nested<6>>());
     }
     __builtin_unreachable();
   }
@@ -343,7 +358,7 @@ struct VectorLinear {
       for (int64_t i = 0; i < count; ++i) {
         if (job.format == Format::kInt8) {
           MultiplyByFactors(job.weights[weight[i]].scale + block[i] * kBlockOut, rows, sums[i]);
-        } else if (IsCodes(job.format)) {
+        } else if (HasFactors(job.format)) {
           const char* factors = tiles[i] + job.BlockBytes() - kLine;
           MultiplyByFactors(reinterpret_cast<const float*>(factors), rows, sums[i]);
         }
