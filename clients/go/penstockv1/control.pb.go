@@ -646,6 +646,8 @@ type GetServerInfoResponse struct {
 	// The largest rank of an adapter.
 	// Unit: dimensions.
 	MaxAdapterRank uint32 `protobuf:"varint,16,opt,name=max_adapter_rank,json=maxAdapterRank,proto3" json:"max_adapter_rank,omitempty"`
+	// Whether adapters may change the experts of a mixture, too.
+	AdapterExperts bool `protobuf:"varint,17,opt,name=adapter_experts,json=adapterExperts,proto3" json:"adapter_experts,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -790,6 +792,13 @@ func (x *GetServerInfoResponse) GetMaxAdapterRank() uint32 {
 		return x.MaxAdapterRank
 	}
 	return 0
+}
+
+func (x *GetServerInfoResponse) GetAdapterExperts() bool {
+	if x != nil {
+		return x.AdapterExperts
+	}
+	return false
 }
 
 // Asks for the load. It has no fields.
@@ -2067,7 +2076,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\vmedia_types\x18\x04 \x03(\tR\n" +
 	"mediaTypes\x12$\n" +
 	"\x0eimage_token_id\x18\x05 \x01(\rR\fimageTokenId\"\x16\n" +
-	"\x14GetServerInfoRequest\"\x94\x05\n" +
+	"\x14GetServerInfoRequest\"\xbd\x05\n" +
 	"\x15GetServerInfoResponse\x12%\n" +
 	"\x0eserver_version\x18\x01 \x01(\tR\rserverVersion\x12\x1f\n" +
 	"\vinstance_id\x18\x02 \x01(\tR\n" +
@@ -2086,7 +2095,8 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x13max_proposed_tokens\x18\r \x01(\rR\x11maxProposedTokens\x12!\n" +
 	"\fmax_adapters\x18\x0e \x01(\rR\vmaxAdapters\x12.\n" +
 	"\x13max_cached_adapters\x18\x0f \x01(\rR\x11maxCachedAdapters\x12(\n" +
-	"\x10max_adapter_rank\x18\x10 \x01(\rR\x0emaxAdapterRank\"\x10\n" +
+	"\x10max_adapter_rank\x18\x10 \x01(\rR\x0emaxAdapterRank\x12'\n" +
+	"\x0fadapter_experts\x18\x11 \x01(\bR\x0eadapterExperts\"\x10\n" +
 	"\x0eGetLoadRequest\"\xd9\x02\n" +
 	"\x0fGetLoadResponse\x12)\n" +
 	"\x10running_requests\x18\x01 \x01(\rR\x0frunningRequests\x12'\n" +

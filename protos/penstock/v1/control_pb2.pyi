@@ -414,6 +414,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_CACHED_ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
+    ADAPTER_EXPERTS_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The version of Penstock."""
     instance_id: _builtins.str
@@ -470,6 +471,8 @@ class GetServerInfoResponse(_message.Message):
     """The largest rank of an adapter.
     Unit: dimensions.
     """
+    adapter_experts: _builtins.bool
+    """Whether adapters may change the experts of a mixture, too."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The devices that compute, one name for each."""
@@ -493,10 +496,11 @@ class GetServerInfoResponse(_message.Message):
         max_adapters: _builtins.int = ...,
         max_cached_adapters: _builtins.int = ...,
         max_adapter_rank: _builtins.int = ...,
+        adapter_experts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "devices", b"devices", "instance_id", b"instance_id", "kv_page_tokens", b"kv_page_tokens", "kv_pages_total", b"kv_pages_total", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_cached_adapters", b"max_cached_adapters", "max_chunk_bytes", b"max_chunk_bytes", "max_logprobs", b"max_logprobs", "max_proposed_tokens", b"max_proposed_tokens", "max_queued_requests", b"max_queued_requests", "max_request_bytes", b"max_request_bytes", "max_running_requests", b"max_running_requests", "proposer", b"proposer", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_experts", b"adapter_experts", "contract_revision", b"contract_revision", "devices", b"devices", "instance_id", b"instance_id", "kv_page_tokens", b"kv_page_tokens", "kv_pages_total", b"kv_pages_total", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_cached_adapters", b"max_cached_adapters", "max_chunk_bytes", b"max_chunk_bytes", "max_logprobs", b"max_logprobs", "max_proposed_tokens", b"max_proposed_tokens", "max_queued_requests", b"max_queued_requests", "max_request_bytes", b"max_request_bytes", "max_running_requests", b"max_running_requests", "proposer", b"proposer", "server_version", b"server_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
