@@ -235,6 +235,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             max_adapters=4,
             max_cached_adapters=64,
             max_adapter_rank=16,
+            adapter_experts=True,
         )
 
     def GetLoad(self, request, context):

@@ -178,7 +178,7 @@ def test_info(server, capsys):
         "  template reads     none",
         "  images             none are taken",
         "  request            8 MiB at most",
-        "  adapters           4 on the device, 64 in memory, rank 16 at most",
+        "  adapters           4 on the device, 64 in memory, rank 16 at most, also of experts",
         "  adapters           3 on the device",
     ):
         assert line in shown.splitlines()

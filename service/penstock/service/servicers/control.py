@@ -298,6 +298,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             max_adapters=config.max_adapters,
             max_cached_adapters=config.max_cached_adapters if config.max_adapters else 0,
             max_adapter_rank=config.max_adapter_rank if config.max_adapters else 0,
+            adapter_experts=config.adapter_experts,
         )
 
     async def GetLoad(

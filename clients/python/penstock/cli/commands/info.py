@@ -63,7 +63,7 @@ def _adapters(server: ServerInfo) -> str:
         return "none"
     return (
         f"{server.max_adapters} on the device, {server.max_cached_adapters} in memory, rank "
-        f"{server.max_adapter_rank} at most"
+        f"{server.max_adapter_rank} at most{', also of experts' if server.adapter_experts else ''}"
     )
 
 

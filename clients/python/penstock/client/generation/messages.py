@@ -218,6 +218,7 @@ def server_info(message: control_pb2.GetServerInfoResponse) -> server_values.Ser
         max_adapters=message.max_adapters,
         max_cached_adapters=message.max_cached_adapters,
         max_adapter_rank=message.max_adapter_rank,
+        adapter_experts=message.adapter_experts,
     )
 
 

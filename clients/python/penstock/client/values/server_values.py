@@ -147,6 +147,8 @@ class ServerInfo:
     """The most LoRA adapters in host memory, those on the device included."""
     max_adapter_rank: int = 0
     """The largest rank of an adapter."""
+    adapter_experts: bool = False
+    """Whether adapters may change the experts of a mixture, too."""
 
 
 @dataclass(frozen=True, slots=True)
