@@ -42,6 +42,7 @@ class FakeAdapters:
         self._known: dict[str, AdapterInfo] = {}
         self.loaded: dict[str, AdapterTensors | Path] = {}
         """What each was loaded from, by name."""
+        self.evictions: Mapping[str, int] = {"device": 0, "host": 0}
 
     @property
     def is_on(self) -> bool:

@@ -148,6 +148,12 @@ TRAFFIC = Row(
             Form.STACK,
         ),
         Panel(
+            "Adapters that left memory",
+            "How often a LoRA adapter left the device, or host memory, for another one.",
+            [rate("penstock_adapter_evictions_total", "{{memory}}", "memory")],
+            "ops",
+        ),
+        Panel(
             "Prompt tokens of an output",
             "How long prompts are.",
             percentiles("penstock_output_prompt_tokens", 0.5, 0.99),

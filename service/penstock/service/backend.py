@@ -163,6 +163,11 @@ class Adapters(Protocol):
         """Whether the engine was made for adapters."""
         ...
 
+    @property
+    def evictions(self) -> Mapping[str, int]:
+        """How often an adapter left the memory of the "device", and that of the "host", for another one."""
+        ...
+
     def load(
         self, name: str, source: Path | AdapterTensors, *, pinned: bool = False, replace: bool = False
     ) -> AdapterInfo:

@@ -62,10 +62,13 @@ class AdapterRequests:
 
 
 def show_adapters(
-    registry: Registry, adapters: Callable[[], Sequence[AdapterInfo]], requests: AdapterRequests
+    registry: Registry,
+    adapters: Callable[[], Sequence[AdapterInfo]],
+    evictions: Callable[[], Mapping[str, int]],
+    requests: AdapterRequests,
 ) -> None:
-    """Have the registry ask at each snapshot how many adapters there are, and what was asked of them.
-    `adapters` tells those in memory.
+    """Have the registry ask at each snapshot how many adapters there are, how many left, and what was asked
+    of them. `adapters` tells those in memory, and `evictions` how many left which memory for others.
     """
 
     def by_state() -> Mapping[tuple[str, ...], float]:
@@ -73,6 +76,9 @@ def show_adapters(
         return {(state,): float(states[state]) for state in get_args(AdapterState)}
 
     registry.gauge(defined.ADAPTERS, by_state)
+    registry.observed_counter(
+        defined.ADAPTER_EVICTIONS, lambda: {(memory,): float(count) for memory, count in evictions().items()}
+    )
     registry.observed_counter(defined.ADAPTER_REQUESTS, lambda: requests.of(info.name for info in adapters()))
 
 

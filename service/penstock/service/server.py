@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import grpc
@@ -111,7 +111,7 @@ class PenstockServer:
         self._readiness = health.Readiness(self._health, READINESS, against="starting")
         self._budget = ReplyBudget(options.replies)
         self._adapter_requests = AdapterRequests()
-        show_adapters(self.metrics.registry, self._adapters, self._adapter_requests)
+        show_adapters(self.metrics.registry, self._adapters, self._adapter_evictions, self._adapter_requests)
         show_counts(
             self.metrics.registry,
             readiness=self._readiness,
@@ -224,6 +224,10 @@ class PenstockServer:
     def _adapters(self) -> Sequence[AdapterInfo]:
         """List the adapters in memory."""
         return () if self._engine is None else self._engine.adapters.list()
+
+    def _adapter_evictions(self) -> Mapping[str, int]:
+        """Tell how many adapters left which memory for others."""
+        return {} if self._engine is None else self._engine.adapters.evictions
 
     def _compare_sizes(self, info: Info) -> None:
         """Say how large images can be, where requests are smaller than an image may be."""

@@ -214,6 +214,7 @@ def test_a_folder_of_adapters_is_read_on_first_use(tmp_path: Path, engine: Engin
     registry.weights_of("patterns")
     registry.weights_of("q_only_r1")
     assert [info.name for info in registry.list()] == ["patterns", "q_only_r1"]
+    assert registry.evictions == {"device": 0, "host": 1}
     for name in ("nowhere", "../qwen3", "."):
         with pytest.raises(Exception, match="adapter"):
             registry.weights_of(name)

@@ -69,6 +69,7 @@ def test_the_least_recently_used_leaves_when_nobody_uses_it() -> None:
     scheduler.pin_adapters(frozenset("a"))
     add(scheduler, "b2", "b", max_tokens=1)
     assert loads(step(scheduler)) == [(2, "b")]  # c was used later than a, but a is pinned
+    assert scheduler.roster.adapters.num_evicted == 2
 
 
 def test_who_waits_for_a_slot_is_passed_only_by_those_that_need_none() -> None:

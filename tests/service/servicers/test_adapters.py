@@ -287,11 +287,13 @@ async def test_a_server_without_adapters_says_so() -> None:
 async def test_what_is_configured_and_loaded_is_told(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         on_disk(tmp_path, name)
-    async with serving(with_adapters(tmp_path, max_cached_adapters=7, max_adapter_rank=32)) as rig:
+    options = {"max_cached_adapters": 7, "max_adapter_rank": 32, "adapter_experts": True}
+    async with serving(with_adapters(tmp_path, **options)) as rig:
         for name in ("a", "b", "c"):
             await load(rig, name)
         server = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert (server.max_adapters, server.max_cached_adapters, server.max_adapter_rank) == (2, 7, 32)
+        assert server.adapter_experts
         model = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
         assert control_pb2.FEATURE_ADAPTERS in model.features
         assert (await rig.control.GetLoad(control_pb2.GetLoadRequest())).loaded_adapters == 2
@@ -315,6 +317,8 @@ async def test_metrics_tell_of_the_adapters_in_memory(tmp_path: Path) -> None:
         assert shown("penstock.adapter.requests") == {"a": 1, "b": 0, "c": 2}
         await unload(rig, "c")
         assert shown("penstock.adapter.requests") == {"a": 1, "b": 0}
+        rig.engine.adapters.evictions = {"device": 5, "host": 3}
+        assert shown("penstock.adapter.evictions") == {"device": 5, "host": 3}
 
 
 async def test_an_adapter_leaves_under_running_streams(tmp_path: Path) -> None:

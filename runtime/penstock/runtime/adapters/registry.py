@@ -86,12 +86,18 @@ class AdapterRegistry:
         self._entries: dict[str, _Entry] = {}
         self._loading: dict[str, str] = {}  # name to source, in order of their beginning
         self._pinned: frozenset[str] = frozenset()  # as the scheduler knows it
+        self._num_evicted = 0
         self._lock = threading.Condition()
 
     @property
     def is_on(self) -> bool:
         """Whether the engine was made for adapters."""
         return self._reader is not None
+
+    @property
+    def evictions(self) -> Mapping[str, int]:
+        """How often an adapter left the memory of the "device", and that of the "host", for another one."""
+        return {"device": self._slots.num_evicted, "host": self._num_evicted}
 
     def check(self, config: Mapping[str, Any], tensors: Iterable[SentTensor]) -> None:
         """Check an adapter whose values are still to come, so that nobody sends them in vain. config: what
@@ -240,6 +246,7 @@ class AdapterRegistry:
         if not leavers:
             raise TooManyAdaptersError(self._limits.max_cached_adapters)
         del self._entries[min(leavers)[1]]
+        self._num_evicted += 1
 
     def _check_pin(self, name: str) -> None:
         """Refuse to pin this one too if no slot were left for adapters that are not pinned."""

@@ -23,6 +23,8 @@ class AdapterSlots:
         self._users: dict[str, int] = {}
         self.pinned: frozenset[str] = frozenset()
         """The adapters that keep their slots; fewer than there are slots."""
+        self.num_evicted = 0
+        """How often an adapter left its slot for another one."""
 
     def has(self, digest: str) -> bool:
         """Say whether the adapter is on the device."""
@@ -42,7 +44,11 @@ class AdapterSlots:
         is_new = slot is None
         if slot is None:
             leaver = None if self._free else self._leaver()
-            slot = self._free.pop() if leaver is None else self._slots.pop(leaver)
+            if leaver is None:
+                slot = self._free.pop()
+            else:
+                slot = self._slots.pop(leaver)
+                self.num_evicted += 1
         self._slots[digest] = slot
         self._users[digest] = self._users.get(digest, 0) + 1
         return slot, is_new

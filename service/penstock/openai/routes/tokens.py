@@ -110,7 +110,8 @@ async def tokenizer_info(request: Request) -> Response:
 
 async def check_model(model: str | None, front: Front, call: Call) -> None:
     """Raise ApiError for a model that is not served: the RPCs do not ask which one is wanted. An adapter has
-    the tokenizer of its model.
+    the tokenizer of its model. One below the server's --adapter-dir is known when it is in memory, because
+    no RPC tells of others without loading them.
     """
     if model is None or model == (await front.backend.facts(call)).model:
         return

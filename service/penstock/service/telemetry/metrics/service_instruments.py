@@ -106,6 +106,13 @@ ADAPTER_REQUESTS = Instrument(
     "not told any more.",
     ("adapter",),
 )
+ADAPTER_EVICTIONS = Instrument(
+    "penstock.adapter.evictions",
+    Kind.COUNTER,
+    "{eviction}",
+    "How often a LoRA adapter left the memory of the device, or that of the host, for another one.",
+    ("memory",),
+)
 LOOP_LAG = Instrument(
     "penstock.event_loop.lag",
     Kind.HISTOGRAM,
@@ -119,6 +126,6 @@ SERVICE_INSTRUMENTS = (
     *(READY, CALL_DURATION, REFUSED, CALLS_ACTIVE),
     *(LANE_WORK, LANE_CAPACITY, LANE_REFUSED, LANE_TIME),
     *(STREAMS_MERGED, STREAMS_STALLED, REPLIES_WAITING, SPANS),
-    *(ADAPTERS, ADAPTER_REQUESTS, LOOP_LAG),
+    *(ADAPTERS, ADAPTER_REQUESTS, ADAPTER_EVICTIONS, LOOP_LAG),
 )
 """All instruments of the service."""
