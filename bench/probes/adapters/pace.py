@@ -122,7 +122,7 @@ def main() -> int:
             driver.engine.adapters.load(name_of(number), sent)
         found: dict[str, list[dict[str, float]]] = {}
         for number in range(-1, args.rounds):
-            for way in WAYS if number % 2 else reversed(WAYS):
+            for way in WAYS if number % 2 else reversed(tuple(WAYS)):
                 seed = number * len(WAYS) + list(WAYS).index(way)  # no prompt is in the prefix cache
                 wave = jobs(workload, seed, args.num_words)
                 figures = turn(driver, wave, way, number)
