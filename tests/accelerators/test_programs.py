@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +52,15 @@ OPTIONS = EngineConfig(
 )
 KERNEL = re.compile('custom_call_target="(tpu_custom_call|mosaic_gpu)')
 """How a kernel in Pallas is called."""
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
 LARGE = 1 << 20
 """Bytes from which on an array counts as one that must not be copied."""
 CACHE_BYTES = 8 << 30
 """Of the cache. XLA moves a small one to a TPU's own memory, of up to 128 MiB, and back."""
+SNAPSHOTS = 512
+"""Of recurrent state, for the same reason."""
 MODELS = (
     "Qwen3-4B",  # grouped queries, norms of queries and keys
     "gemma-2-9b",  # windows and soft caps, heads of 256
@@ -89,18 +95,31 @@ def small(name: str) -> ModelConfig:
     )
 
 
-def check(model: str, machine: Machine) -> None:
-    """Compile every program, and list all that is wrong."""
+def collectives_of(machine: Machine, options: EngineConfig) -> set[str]:
+    """Return the kinds of collectives that a program may have, by the table of `cutting`."""
+    if machine.devices == 1:
+        return set()
+    return {"all-reduce", "all-gather", *(("all-to-all",) if options.context_parallel else ())}
+
+
+def check(model: str, machine: Machine, **ways: Any) -> None:
+    """Compile every program, and list all that is wrong. `ways`: the options that say how the model is
+    cut.
+    """
     config = small(model)
-    options = dataclasses.replace(OPTIONS, tensor_parallel_size=machine.devices)
+    snapshots = SNAPSHOTS if config.cache.has_state else 0
+    options = dataclasses.replace(
+        OPTIONS, tensor_parallel_size=machine.devices, state_snapshots=snapshots, **ways
+    )
     backend = absent_backend(machine, options)
-    kv_bytes = CACHE_BYTES + config.cache.slot_bytes * 64
+    kv_bytes = CACHE_BYTES + config.cache.state_bytes(options.max_num_seqs or 0, snapshots)
     builder = absent_programs(config, options, backend, kv_bytes=kv_bytes)
     most = 2 * plan(config, machine, options).temp_bytes + SPARE_BYTES
-    own = [
-        jax.ShapeDtypeStruct(array.shape[1:] if backend.mesh.size > 1 else array.shape, array.dtype)
-        for array in (*jax.tree.leaves(builder.kv), *builder.weights)
-    ]
+    size = backend.mesh.size
+    caches = [(each.shape[0] // size, *each.shape[1:]) for each in jax.tree.leaves(builder.kv)]
+    leaves = [each.shape[1:] if size > 1 else each.shape for each in builder.weights]
+    dtypes = [each.dtype for each in (*jax.tree.leaves(builder.kv), *builder.weights)]
+    own = list(map(jax.ShapeDtypeStruct, (*caches, *leaves), dtypes))
     large = [array for array in own if array.size * array.dtype.itemsize >= LARGE]
     has_kernel = any(
         backend.decodes_natively(
@@ -118,6 +137,8 @@ def check(model: str, machine: Machine) -> None:
             wrong.append(f"{name_of(job)} copies {', '.join(found)}")
         if isinstance(job, ProgramKey) and job.decode_only and bool(KERNEL.search(text)) != has_kernel:
             wrong.append(f"{name_of(job)} has {'no' if has_kernel else 'a'} kernel")
+        if others := set(COLLECTIVE.findall(text)) - collectives_of(machine, options):
+            wrong.append(f"{name_of(job)} has {', '.join(sorted(others))}")
         if (scratch := bytes_beside_arguments(program)) > most:
             wrong.append(f"{name_of(job)} has {scratch:,} bytes of scratch memory, and {most:,} are the most")
     assert not wrong, "\n".join(wrong)
@@ -136,7 +157,24 @@ def test_every_program_compiles(model: str, chip: str) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("machine", ["tpu-v5e-4", "tpu-v6e-8", "h100-4", "h100-8"])
-def test_every_program_compiles_for_several_devices(machine: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "machine", "ways"),
+    [
+        ("Qwen3-4B", "tpu-v5e-4", ()),
+        ("Qwen3-4B", "tpu-v6e-8", ()),
+        ("Qwen3-4B", "h100-4", ()),
+        ("Qwen3-4B", "h100-8", ()),
+        ("gpt-oss-20b", "tpu-v5e-4", ("expert_parallel",)),
+        ("Qwen3-30B-A3B", "tpu-v6e-8", ("expert_parallel",)),
+        ("Qwen3-30B-A3B", "h100-4", ()),
+        ("deepseek_v3", "tpu-v5e-4", ("expert_parallel", "context_parallel")),
+        ("deepseek_v3", "h100-4", ("context_parallel",)),
+        ("LFM2-1.2B", "tpu-v5e-4", ()),
+        ("Qwen3.5-0.8B", "tpu-v5e-4", ()),
+        ("granite-4.0-h-tiny", "h100-4", ()),
+        ("granite-4.0-h-tiny", "tpu-v6e-8", ()),
+    ],
+)
+def test_every_program_compiles_for_several_devices(model: str, machine: str, ways: tuple[str, ...]) -> None:
     prepare()
-    check("Qwen3-4B", read_machine(machine))
+    check(model, read_machine(machine), **dict.fromkeys(ways, True))

@@ -100,7 +100,7 @@ def build(
         backend = choose_backend(options, *sorted(first.devices(), key=lambda device: device.id))
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
-    model = with_whole_texts(model, options, backend)
+    model = laid_out(with_whole_texts(model, options, backend), backend)
     cache = model.cache
     config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
@@ -354,6 +354,14 @@ def with_whole_texts(model: ServedModel, options: EngineConfig, backend: Backend
             model.max_model_len,
         )
     return dataclasses.replace(model, max_model_len=min(model.max_model_len, most))
+
+
+def laid_out(model: ServedModel, backend: Backend) -> ServedModel:
+    """Return the model, and its draft, with caches as the platform stores them (`CacheSpec.laid_out`)."""
+    draft, lanes = model.draft, backend.lanes
+    if draft is not None:
+        draft = dataclasses.replace(draft, cache=draft.cache.laid_out(lanes))
+    return dataclasses.replace(model, cache=model.cache.laid_out(lanes), draft=draft)
 
 
 def _free_bytes(

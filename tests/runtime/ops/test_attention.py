@@ -15,7 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.attention import LONG_SPAN, AttentionOptions, KVSpan, make_meta, paged_attention
+from penstock.runtime.ops.attention import (
+    LONG_SPAN,
+    AttentionOptions,
+    KVSpan,
+    check_cache,
+    make_meta,
+    paged_attention,
+)
 from penstock.runtime.ops.kv_rows import kv_layer_shape, kv_storage_dtype
 from tests.support.native.attention import Case, Options, Shape, check, draw, runner
 
@@ -169,10 +176,24 @@ def test_what_attends_to_a_row_of_int8_that_is_not_finite_is_nan(bad: float) -> 
     np.testing.assert_array_equal(out[[0, 3, 4, 5, 6]], expected[[0, 3, 4, 5, 6]])
 
 
-@pytest.mark.parametrize(("is_int8", "width"), [(True, DIM), (False, DIM + 4)])
+@pytest.mark.parametrize(("is_int8", "width"), [(True, DIM), (False, DIM - 4)])
 def test_a_cache_of_another_width_is_refused(is_int8: bool, width: int) -> None:
     shape = Shape(heads=2, kv_heads=1, dim=DIM, page=PAGE, tokens=8, rows=2, width=4, pages=8)
     batch = draw([Case(5, 3)], shape, Options(), 0)
     cache = np.zeros((8, 2, 1, PAGE, width), np.int8 if is_int8 else np.float32)
     with pytest.raises(ValueError, match="wide for heads of 8"):
         step(shape, Options(), False)(dataclasses.replace(batch, cache=cache))
+
+
+def test_a_cache_whose_rows_are_wider_is_for_those_who_know_it() -> None:
+    q, cache = jnp.zeros((1, 2, DIM)), jnp.zeros((8, 2, 1, PAGE, DIM + 4))
+    check_cache(q, q, cache, None, may_be_wider=True)
+    with pytest.raises(ValueError, match="wide for heads of 8, not 12"):
+        check_cache(q, q, cache, None)
+
+
+def test_rows_that_are_wider_change_nothing() -> None:
+    """Zeros stand behind what is written, and what stands behind other rows does not count."""
+    shape = Shape(heads=4, kv_heads=2, dim=DIM, page=PAGE, tokens=8, rows=2, width=4, pages=8, lanes=32)
+    batch = draw([Case(5, 3), Case(2, 4)], shape, Options(), 0)
+    check(batch, step(shape, Options(), False)(batch), 2e-5)

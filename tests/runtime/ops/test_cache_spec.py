@@ -63,6 +63,16 @@ def test_int8_takes_a_byte_for_each_number_and_four_for_each_scale() -> None:
     assert pages[0] / pages[1] == pytest.approx(1.94, abs=0.001)
 
 
+def test_rows_are_as_wide_as_the_lanes_of_a_chip() -> None:
+    """A key of 48 channels takes 128, and one of 192 takes 256; state and int8 stay as they are."""
+    state = SlotState((jax.ShapeDtypeStruct((3, 5), np.dtype(np.float32)),))
+    cache = CacheSpec((LatentKV(32, 16), PagedKV(2, 192, 8), state)).laid_out(128)
+    latent, paged, (kept,) = cache.arrays((5, 5), 4, 2, BF16)
+    assert (latent.shape, paged.shape, kept.shape) == ((5, 1, 1, 4, 128), (5, 2, 2, 4, 256), (4, 3, 5))
+    assert cache.page_bytes(4, BF16) == (4 * 128 + 2 * 2 * 4 * 256) * 2
+    assert cache.page_bytes(4, np.dtype(np.int8)) == 4 * 52 + 2 * 2 * 4 * 196
+
+
 def test_latent_layers_have_pages_and_no_window() -> None:
     """So their requests share prefixes, and keep every page."""
     latent = LatentKV(32, 16)

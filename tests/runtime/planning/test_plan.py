@@ -221,6 +221,14 @@ def test_the_cache_holds_what_the_memory_leaves() -> None:
     assert (tight.fits, tight.is_temp_compiled, tight.temp_bytes) == (False, True, 846_000)
 
 
+def test_narrow_heads_take_whole_rows_of_a_tpu() -> None:
+    """LFM2 attends in 6 layers, with 8 heads of 64 channels for keys, of which a TPU keeps 128 each."""
+    model = parse_config(published("LFM2-1.2B"))
+    options = dataclasses.replace(OPTIONS, max_model_len=1024)
+    takes = [plan(model, read_machine(name), options).kv_bytes_per_row for name in ("h100", "tpu-v5e")]
+    assert takes == [6 * 1024 * 2 * 8 * 64 * 2, 6 * 1024 * 2 * 8 * 128 * 2]
+
+
 def test_a_model_is_cut_over_devices() -> None:
     """Products, heads of keys, the table of embeddings and the head are halves; norms are whole."""
     found = plan(parse_config(TINY), Machine(one().chip, 2), OPTIONS)

@@ -45,6 +45,7 @@ class Shape:
     dtype: str = "float32"
     value_dim: int | None = None
     is_int8: bool = False  # the cache; dtype is that of the arguments
+    lanes: int = 1  # what the width of the cache's rows of floats is a multiple of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _nothing(shape: Shape, rng: np.random.Generator) -> np.ndarray:
     """Make a cache in which every row is NaN."""
     sizes = (shape.pages, shape.page, shape.kv_heads, shape.dim)
     keys_only, is_int8 = shape.value_dim is not None, shape.is_int8
-    whole = kv_layer_shape(*sizes, keys_only=keys_only, is_int8=is_int8)
+    whole = kv_layer_shape(*sizes, keys_only=keys_only, is_int8=is_int8, lanes=shape.lanes)
     if not is_int8:
         return np.full(whole, np.nan, jnp.dtype(shape.dtype))
     cache = rng.integers(-128, 128, whole).astype(np.int8)
@@ -166,8 +167,10 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
     slopes = rng.uniform(0.01, 1, shape.heads).astype(np.float32) if options.alibi else None
     keys_only = shape.value_dim is not None
     cache = _nothing(shape, rng)
-    kept = quantized if shape.is_int8 else lambda x: x
-    read = dequantized if shape.is_int8 else lambda x: x
+    behind = -shape.dim % shape.lanes
+    padded = lambda x: np.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, behind),))
+    kept = quantized if shape.is_int8 else padded
+    read = dequantized if shape.is_int8 else lambda x: x[..., : shape.dim]
     starts, q_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
     expected, writes, at = [], [], 0
     for row, case in enumerate(cases):

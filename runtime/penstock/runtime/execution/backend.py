@@ -30,6 +30,7 @@ from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import AXIS
 from penstock.runtime.ops.attention import LONG_SPAN, SHORT_SPAN, AttentionOp, paged_attention
+from penstock.runtime.ops.cache_spec import TPU_LANES
 from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.dealt_pages import dealt_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
@@ -115,6 +116,8 @@ class Backend:
     """What keys and values in a dtype are stored in."""
     experts: ExpertsOp = experts
     """Computes mixtures of experts whose weights are not packed."""
+    lanes: int = 1
+    """See `CacheSpec.laid_out`."""
     recurrent: RecurrentOps = XLA_RECURRENT
     recurs_batch_invariantly: bool = False
     """Whether the bits that `recurrent` gives a token depend on its own row alone, in sizes in which the
@@ -223,6 +226,7 @@ def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: De
             sizes=accelerator_sizes(None if now is None else now.limit_bytes),
             memory=tells_memory,
             compiler_options=GPU_OPTIONS if device.platform == "gpu" else None,
+            lanes=TPU_LANES if device.platform == "tpu" else 1,
         )
         if not uses_kernels:
             return on_accelerator
@@ -336,7 +340,7 @@ def _with_tpu_kernels(backend: Backend) -> Backend:
         needs_all_native=False,
         native_dtype=np.dtype(jnp.bfloat16),
         kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
-        "take keys and values in bfloat16, heads of a multiple of 128 and a page_size in multiples of 16",
+        "take keys and values in bfloat16 and a page_size in multiples of 16, and no latent attention",
     )
 
 

@@ -19,7 +19,7 @@ from penstock.runtime.execution.backend import AttentionTest, Backend
 from penstock.runtime.execution.compilation import compile_all
 from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.images import Pool, pool_shapes
-from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, own_shape
+from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, joined_sharding, own_shape
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import AdapterPool, Draft, Follower, Heads, KVCache, Weights
@@ -181,7 +181,7 @@ class DeviceState:
         self.free_cache()
         self.num_pages = tuple(num_pages)
         shapes = cut_cache_shapes(self._cache, self._config, self._backend.mesh, num_pages)
-        self._make_kv = zeros_maker(shapes, cut_sharding(self._backend.mesh), self._backend.zeros)
+        self._make_kv = zeros_maker(shapes, joined_sharding(self._backend.mesh), self._backend.zeros)
         self.restore_cache()
 
     def free_cache(self) -> int:
@@ -285,11 +285,11 @@ def follower_of(draft: DraftModel, target: Any, model: Any, dtype: jnp.dtype) ->
     """Return what guesses for a target in this dtype. `model`: the draft, or the EAGLE head, with its
     weights; None for heads of the target.
     """
-    num_layers = len(draft.cache.layers)
+    num_layers, kept = len(draft.cache.layers), draft.cache.paged[0]
     if model is None:
-        return Heads(target, num_layers, dtype)
+        return Heads(target, num_layers, dtype, kept.head_dim)
     if draft.taps:
-        return Heads(HeadOfTarget(model, target), num_layers, dtype, draft.taps)
+        return Heads(HeadOfTarget(model, target), num_layers, dtype, kept.head_dim, draft.taps)
     return Draft(model, num_layers, num_groups=len(draft.cache.windows), vocab_size=draft.vocab_size)
 
 
@@ -397,12 +397,14 @@ def cut_cache_shapes(
     cache: CacheSpec, config: RunnerConfig, mesh: jax.sharding.Mesh, num_pages: Sequence[int]
 ) -> KVCache:
     """Return the same of all devices together, with their places."""
-    sharding = cut_sharding(mesh)
-    cut: KVCache = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(all_shape(array.shape, mesh), array.dtype, sharding=sharding),
+    sharding = joined_sharding(mesh)
+    joined: KVCache = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(
+            (mesh.size * array.shape[0], *array.shape[1:]), array.dtype, sharding=sharding
+        ),
         cache_shapes(cache, config, num_pages),
     )
-    return cut
+    return joined
 
 
 def _pool_shapes(

@@ -1,8 +1,8 @@
 """Runs a program on all devices of a mesh, each of which has its own pieces of weights and cache.
 
 What is cut has an axis more outside of programs, the first one, with an entry for each device (`cutting`).
-Inside, a program sees what its device has, so programs are written for one device. Everything else is the
-same on all devices.
+The cache has none: its first axis has the entries of one device behind those of another. Inside, a program
+sees what its device has, so programs are written for one device. Everything else is the same on all devices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from penstock.runtime.models.load_rules import AXIS
 
 CUT = PartitionSpec(AXIS)
 """Of arrays with an entry for each device."""
+JOINED = PartitionSpec(AXIS, None)
+"""Of arrays whose first axis is cut, as that of the cache is. XLA's TPU backend copies a donated array if an
+axis is taken from it and given back."""
 WHOLE = PartitionSpec()
 """Of arrays that are the same on all devices."""
 
@@ -25,6 +28,11 @@ WHOLE = PartitionSpec()
 def cut_sharding(mesh: Mesh) -> NamedSharding:
     """Tell where weights and cache lie: on a mesh of one device they have no axis more."""
     return NamedSharding(mesh, CUT if mesh.size > 1 else WHOLE)
+
+
+def joined_sharding(mesh: Mesh) -> NamedSharding:
+    """Tell where the cache lies."""
+    return NamedSharding(mesh, JOINED if mesh.size > 1 else WHOLE)
 
 
 def own_shape(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
@@ -38,7 +46,7 @@ def all_shape(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
 
 
 def specs_of(arguments: Any) -> Any:
-    """Tell which of these arrays, or shapes with a sharding, are `CUT` and which are `WHOLE`. One that has no
+    """Tell which of these arrays, or shapes with a sharding, are `CUT`, `JOINED` and `WHOLE`. One that has no
     place on a mesh is whole.
     """
     shardings = jax.tree.map(lambda array: array.sharding, arguments)
@@ -46,7 +54,7 @@ def specs_of(arguments: Any) -> Any:
 
 
 def on_mesh(program: Callable[..., Any], mesh: Mesh, arguments: Any, results: Any) -> Callable[..., Any]:
-    """Make the program for all devices. arguments, results: which of them are `CUT` and which are `WHOLE`, as
+    """Make the program for all devices. arguments, results: which of them are `CUT`, `JOINED` and `WHOLE`, as
     prefixes of their trees.
     """
     if mesh.size == 1:

@@ -22,7 +22,7 @@ from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import compile_all, compile_program
 from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.images import Pool, input_shapes, make_encode
-from penstock.runtime.execution.on_mesh import CUT, WHOLE, on_mesh, specs_of
+from penstock.runtime.execution.on_mesh import CUT, JOINED, WHOLE, on_mesh, specs_of
 from penstock.runtime.execution.proposed_rows import CHECKS
 from penstock.runtime.execution.request_programs import (
     TABLE_ROWS,
@@ -58,8 +58,8 @@ from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.requests.constraint import mask_words
 
-_FORWARD = Forward(kv=CUT, state=WHOLE, logits=WHOLE, hidden=WHOLE)  # type: ignore[arg-type]  # a prefix
-_OF_STAGE = OfStage(kv=CUT, state=WHOLE, passed=WHOLE)  # type: ignore[arg-type]  # a prefix
+_FORWARD = Forward(kv=JOINED, state=WHOLE, logits=WHOLE, hidden=WHOLE)  # type: ignore[arg-type]  # a prefix
+_OF_STAGE = OfStage(kv=JOINED, state=WHOLE, passed=WHOLE)  # type: ignore[arg-type]  # a prefix
 
 
 Job = ProgramKey | int | str
@@ -354,7 +354,7 @@ class ProgramBuilder:
             self.draft_weights,
             donate=(1, 2),
             name=key.name,
-            results=(CUT, WHOLE, WHOLE),
+            results=(JOINED, WHOLE, WHOLE),
         )
 
     def choice(self, rows: int) -> jax.stages.Compiled:
@@ -383,7 +383,7 @@ class ProgramBuilder:
         packed = self._ints(layout.rows_size)
         arguments = (self.weights, self.kv, self.state, packed, self.draft_weights)
         name = f"guesses_rows{rows}"
-        return self._compiled(program, *arguments, donate=(1, 2), name=name, results=(CUT, WHOLE))
+        return self._compiled(program, *arguments, donate=(1, 2), name=name, results=(JOINED, WHOLE))
 
     def _choice_layout(self, rows: int) -> Layout:
         return self._layout(ProgramKey(rows, rows, decode_only=True))
@@ -433,7 +433,7 @@ class ProgramBuilder:
             self.kv,
             self._ints(self.config.max_num_seqs, len(self.num_pages), 2),
             donate=(0,),
-            results=CUT,
+            results=JOINED,
         )
 
     def table_rows(self) -> jax.stages.Compiled:

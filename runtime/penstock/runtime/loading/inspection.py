@@ -185,6 +185,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     if options.draft_model is not None:
         draft = read_draft(options.draft_model, facts, options, backend).facts
     cache = _whole_cache(config) if draft is None else config.cache.followed_by(draft.config.cache)
+    cache = cache.laid_out(backend.lanes)
     kv_dtype = cache_dtype(options.kv_cache_dtype, facts.dtype)
     resolved = resolve(options, backend.sizes, defaults=facts.defaults)
     return replace(
@@ -224,7 +225,8 @@ def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspe
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
     usual = backend.linear_format(dtype, options.quantization)
-    return _inspection(config, dtype, format_for(usual, {}, partial(load_rules, config, dtype)), options)
+    found = _inspection(config, dtype, format_for(usual, {}, partial(load_rules, config, dtype)), options)
+    return replace(found, cache=found.cache.laid_out(backend.lanes))
 
 
 def _inspection(

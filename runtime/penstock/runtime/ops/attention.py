@@ -236,7 +236,7 @@ def paged_attention(
     written. H is a multiple of KH. Returns out [T, H, D], or [T, H, value_dim], in q's dtype (padding tokens
     hold finite values) and the updated cache.
     """
-    check_cache(q, v_new, kv, options.value_dim)
+    check_cache(q, v_new, kv, options.value_dim, may_be_wider=True)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
     peak, total, acc = sums_over_keys(q, kv, meta, options, span=span)
     if options.sinks is not None:
@@ -305,7 +305,7 @@ def sums_over_keys(
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, acc = carry
         pages = lax.dynamic_slice_in_dim(tables, i * pages_per_iteration, pages_per_iteration, axis=1)
-        block = read_kv(kv[pages], q.dtype)  # [B, pages, 1 or 2, KH, page_size, D]
+        block = read_kv(kv[pages], q.dtype, dim)  # [B, pages, 1 or 2, KH, page_size, D]
         if places is None:
             k_pos = (i * width + jnp.arange(width, dtype=jnp.int32))[None]
         else:
@@ -360,10 +360,15 @@ def by_token(of_blocks: Array, meta: AttentionMeta) -> Array:
     return flat[meta.token_places]
 
 
-def check_cache(q: Array, v_new: Array | None, kv: Array, value_dim: int | None) -> None:
-    """Raise ValueError unless arguments and cache agree on how wide KV rows are, and on where values are."""
-    width = q.shape[2] + (SCALE_BYTES if kv.dtype == jnp.int8 else 0)
-    if kv.shape[4] != width:
+def check_cache(
+    q: Array, v_new: Array | None, kv: Array, value_dim: int | None, *, may_be_wider: bool = False
+) -> None:
+    """Raise ValueError unless arguments and cache agree on how wide KV rows are, and on where values are.
+    may_be_wider: whether rows of floats may have zeros behind the channels of a head (`CacheSpec.laid_out`).
+    """
+    is_int8 = kv.dtype == jnp.int8
+    width = q.shape[2] + (SCALE_BYTES if is_int8 else 0)
+    if kv.shape[4] != width and not (may_be_wider and not is_int8 and kv.shape[4] > width):
         raise ValueError(
             f"the KV rows of a cache of {kv.dtype} must be {width} wide for heads of {q.shape[2]}, "
             f"not {kv.shape[4]}"

@@ -36,6 +36,10 @@ from penstock.runtime.ops.kv_rows import kv_layer_shape
 
 STATE_COPIES = 2
 """Copies of each slot's state, see the module's docstring."""
+TPU_LANES = 128
+"""What the width of KV rows on TPUs is a multiple of. XLA stores the last axis of arrays there in tiles of so
+many numbers. Of narrower rows it puts another axis last. Steps then copy the whole cache to write it, and the
+kernels cannot read it."""
 _INT8 = np.dtype(np.int8)
 
 
@@ -54,6 +58,8 @@ class PagedKV:
     head_dim: int
     window: int | None = None
     """How many latest positions, its own included, a token attends to; None: all."""
+    lanes: int = 1
+    """See `CacheSpec.laid_out`."""
 
     @property
     def value_dim(self) -> None:
@@ -87,6 +93,8 @@ class LatentKV:
     rope_dim: int
     pieces: int = 1
     """Over how many devices the pages are dealt (`dealt_pages`)."""
+    lanes: int = 1
+    """See `CacheSpec.laid_out`."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -138,6 +146,7 @@ def _shape(
         layer.head_dim,
         keys_only=layer.value_dim is not None,
         is_int8=dtype == _INT8,
+        lanes=layer.lanes,
     )
 
 
@@ -253,6 +262,17 @@ class CacheSpec:
             replace(layer, window=None) if isinstance(layer, PagedKV) else layer for layer in draft.layers
         )
         return CacheSpec((*self.layers, *layers))
+
+    def laid_out(self, lanes: int) -> CacheSpec:
+        """Return the same cache with KV rows whose width is a multiple of so many channels, of which those
+        behind the model's own are zeros. Rows in int8 stay as they are.
+        """
+        return CacheSpec(
+            tuple(
+                layer if isinstance(layer, SlotState) else replace(layer, lanes=lanes)
+                for layer in self.layers
+            )
+        )
 
     @property
     def has_state(self) -> bool:

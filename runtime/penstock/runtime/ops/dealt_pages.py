@@ -43,7 +43,7 @@ def dealt_attention(
     heads, k_new is the same on all devices, kv has the device's own pages, and the pages of `meta` are those
     of all.
     """
-    check_cache(q, v_new, kv, options.value_dim)
+    check_cache(q, v_new, kv, options.value_dim, may_be_wider=True)
     if options.sinks is not None or options.slopes is not None:
         raise ValueError("sinks and slopes are cut by heads, and dealt pages need those of all heads")
     device, page_size = lax.axis_index(axis), kv.shape[3]

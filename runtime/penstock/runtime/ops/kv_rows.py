@@ -35,14 +35,15 @@ def kv_layer_shape(
     *,
     keys_only: bool = False,
     is_int8: bool = False,
+    lanes: int = 1,
 ) -> tuple[int, ...]:
     """Return the shape of one layer's cache: [page, key or value, kv head, offset, dim]. With `keys_only` the
     second axis has one entry, because the values are channels of the keys. With `is_int8` the last axis has
-    room for the scale, too.
+    room for the scale, too; else it is a multiple of `lanes`, and zeros stand behind the model's own numbers.
 
     What one head reads of a page lies in one piece of memory, which is good for prefetchers and the TLB.
     """
-    width = head_dim + SCALE_BYTES if is_int8 else head_dim
+    width = head_dim + SCALE_BYTES if is_int8 else -(-head_dim // lanes) * lanes
     return (num_pages, 1 if keys_only else 2, num_kv_heads, page_size, width)
 
 
@@ -88,15 +89,19 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
         new = quantize_rows(new)
     elif kv.dtype == jnp.uint16:
         new = lax.bitcast_convert_type(new, jnp.uint16)
+    new = widened(new, kv.shape[4])
     return kv.at[write_slots // page_size, :, :, write_slots % page_size].set(new, mode="drop")
 
 
-def read_kv(block: Array, dtype: np.dtype) -> Array:
-    """Return as float32 what lies in a part of a layer's cache [..., dim or dim + 4], for a model in
-    `dtype`.
-    """
+def widened(x: Array, width: int) -> Array:
+    """Put zeros behind the channels of x [..., D], so that it is as wide as a KV row."""
+    return x if x.shape[-1] == width else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
+
+
+def read_kv(block: Array, dtype: np.dtype, dim: int) -> Array:
+    """Return as float32 [..., dim] what lies in a part of a layer's cache, for a model in `dtype`."""
     if block.dtype == jnp.int8:
         return dequantize_rows(block)
     if block.dtype == jnp.uint16:
         block = lax.bitcast_convert_type(block, dtype)
-    return block.astype(jnp.float32)
+    return block[..., :dim].astype(jnp.float32)

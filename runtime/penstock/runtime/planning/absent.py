@@ -19,7 +19,14 @@ import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 
-from penstock.runtime.building import check_adapters, check_draft, kv_plan, longest_shapes, with_whole_texts
+from penstock.runtime.building import (
+    check_adapters,
+    check_draft,
+    kv_plan,
+    laid_out,
+    longest_shapes,
+    with_whole_texts,
+)
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, choose_backend, has_own_memory
@@ -175,7 +182,7 @@ def checkpoint_programs(model: str, options: EngineConfig, backend: Backend) -> 
 
 
 def _builder(model: ServedModel, options: EngineConfig, backend: Backend) -> ProgramBuilder:
-    threads = options.threads or available_processors()
+    model, threads = laid_out(model, backend), options.threads or available_processors()
     resolved, shapes = longest_shapes(model, options, backend, threads=threads)
     check_adapters(model, resolved)
     check_draft(model, resolved)
@@ -198,7 +205,7 @@ def compiled_temp_bytes(
         )
     backend = absent_backend(machine, options)
     own = cut_for(config, options, machine.devices).cache
-    own = own if draft is None else own.followed_by(draft.cache)
+    own = (own if draft is None else own.followed_by(draft.cache)).laid_out(backend.lanes)
     pages = -(-(options.max_model_len or config.max_position_embeddings) // options.page_size)
     pages += machine.devices  # each has as many of dealt pages as any other
     rows = options.max_num_seqs or backend.sizes.num_seqs

@@ -45,7 +45,7 @@ from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.params import leaf_shapes, model_dtype
 from penstock.runtime.ops.attention import LONG_SPAN, PREFILL_BLOCK_Q
-from penstock.runtime.ops.cache_spec import LatentKV, PagedKV, SlotState, cache_dtype
+from penstock.runtime.ops.cache_spec import TPU_LANES, CacheSpec, LatentKV, PagedKV, SlotState, cache_dtype
 from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.planning.chips import Machine
 
@@ -193,6 +193,11 @@ class _Parts:
         return cache_dtype(self.options.kv_cache_dtype, self.dtype)
 
     @property
+    def cache(self) -> CacheSpec:
+        """What the model keeps, as the chip stores it."""
+        return self.model.cache.laid_out(TPU_LANES if self.machine.chip.is_tpu else 1)
+
+    @property
     def leaves(self) -> dict[ParamPath, jax.ShapeDtypeStruct]:
         quantization = self.options.quantization
         codes = CodeForm(bits=4, zeros=False) if quantization == "int4" else None
@@ -237,7 +242,7 @@ class _Parts:
     @property
     def _attending(self) -> list[tuple[LayerConfig, PagedKV | LatentKV]]:
         """The layers that attend, with what is kept for them."""
-        kept = [self.model.cache.layers[entry] for entry in self.model.cache_entries]
+        kept = [self.cache.layers[entry] for entry in self.model.cache_entries]
         pairs = zip(self.model.layers, kept, strict=True)
         return [(layer, entry) for layer, entry in pairs if not isinstance(entry, SlotState)]
 
@@ -246,13 +251,13 @@ class _Parts:
         page = self.options.page_size
         return sum(
             -(-_seen(tokens, layer.window) // page) * layer.page_bytes(page, self.kv_dtype)
-            for layer in self.model.cache.paged
+            for layer in self.cache.paged
         )
 
     def whole_kv_bytes(self, tokens: int) -> int:
         """Return the same for a draft, whose layers keep all positions, whatever their windows."""
         page = self.options.page_size
-        layers = self.model.cache.paged
+        layers = self.cache.paged
         return -(-tokens // page) * sum(layer.page_bytes(page, self.kv_dtype) for layer in layers)
 
     def step(self, rows: int, end: int, count: int) -> Step:

@@ -51,11 +51,11 @@ def attends(cases: list[Case], shape: Shape, options: Options, seed: int, *, dec
 
 
 def chunked(heads: int, kv_heads: int, dim: int = 128) -> Shape:
-    return Shape(heads, kv_heads, dim, PAGE, TOKENS, ROWS, WIDTH, PAGES, dtype="bfloat16")
+    return Shape(heads, kv_heads, dim, PAGE, TOKENS, ROWS, WIDTH, PAGES, dtype="bfloat16", lanes=128)
 
 
 def sized(heads: int, kv_heads: int, dim: int = 128) -> Shape:
-    return Shape(heads, kv_heads, dim, PAGE, ROWS, ROWS, WIDTH, PAGES, dtype="bfloat16")
+    return Shape(heads, kv_heads, dim, PAGE, ROWS, ROWS, WIDTH, PAGES, dtype="bfloat16", lanes=128)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,7 @@ def sized(heads: int, kv_heads: int, dim: int = 128) -> Shape:
     [
         pytest.param(sized(4, 2), Options(), id="plain", marks=pytest.mark.ci),
         pytest.param(sized(8, 1, dim=256), Options(window=20), id="window", marks=pytest.mark.ci),
+        pytest.param(sized(4, 2, dim=64), Options(sinks=True), id="narrow", marks=pytest.mark.ci),
         pytest.param(sized(3, 3), Options(chunk=24, softcap=2.0, sinks=True), id="everything"),
     ],
 )
@@ -94,6 +95,7 @@ def steps(draw: st.DrawFn) -> list[Case]:
     [
         pytest.param(chunked(4, 2), Options(), id="plain", marks=pytest.mark.sweep),
         pytest.param(chunked(4, 4, dim=256), Options(window=20), id="window", marks=pytest.mark.sweep),
+        pytest.param(chunked(4, 2, dim=64), Options(sinks=True), id="narrow", marks=pytest.mark.sweep),
         pytest.param(chunked(3, 1), Options(window=10, chunk=24, softcap=2.0, sinks=True), id="everything"),
     ],
 )

@@ -67,12 +67,14 @@ def causal_conv(
         y = y + bias.astype(jnp.float32)[None, :]
     if activation == "silu":
         y = jax.nn.silu(y)
-    state = state.at[meta.state_to].set(laid[_spans(firsts + meta.q_lens, kept)], mode="drop")
+    entries, ends = meta.state_to, firsts + meta.q_lens
     if meta.state_cut is not None:
         assert meta.state_cut_to is not None
+        # In one write, because XLA's TPU backend would copy the whole state between two.
         cut_to = jnp.where(meta.state_cut > 0, meta.state_cut_to, state.shape[0])
-        state = state.at[cut_to].set(laid[_spans(firsts + meta.state_cut, kept)], mode="drop")
-    return y.astype(x.dtype), state
+        entries = jnp.concatenate([entries, cut_to])
+        ends = jnp.concatenate([ends, firsts + meta.state_cut])
+    return y.astype(x.dtype), state.at[entries].set(laid[_spans(ends, kept)], mode="drop")
 
 
 def _spans(begins: Array, length: int) -> Array:

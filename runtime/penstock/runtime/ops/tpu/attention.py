@@ -19,7 +19,7 @@ from penstock.runtime.ops.attention import (
     oldest_visible,
     paged_attention,
 )
-from penstock.runtime.ops.kv_rows import write_kv
+from penstock.runtime.ops.kv_rows import widened, write_kv
 from penstock.runtime.ops.tpu.chunk_attention import LEAST_BLOCK, block_for, chunk_attention
 from penstock.runtime.ops.tpu.decode_attention import decode_attention, takes
 
@@ -52,16 +52,17 @@ def tpu_paged_attention(
     """Compute `paged_attention` by the kernels for causal attention and shapes that they support, else in
     XLA. `interpret`: as `pallas_call` takes it, for tests.
     """
-    check_cache(q, v_new, kv, options.value_dim)
+    check_cache(q, v_new, kv, options.value_dim, may_be_wider=True)
     is_decode = meta.block_tokens.shape[1] == 1
-    fits = is_decode or block_for(q.shape[1], q.shape[2]) >= LEAST_BLOCK
+    fits = is_decode or block_for(q.shape[1], kv.shape[4]) >= LEAST_BLOCK
     cannot = options.slopes is not None or meta.reach is not None
     if cannot or not fits or not supports(q, kv, options.value_dim):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
+    dim, wide = q.shape[2], widened(q, kv.shape[4])  # the zeros of queries and keys add nothing
     if not is_decode:
         chunks = chunk_attention(
-            q,
+            wide,
             kv,
             meta.starts,
             meta.q_lens,
@@ -73,11 +74,11 @@ def tpu_paged_attention(
             softcap=options.softcap,
             interpret=interpret,
         )
-        return chunks, kv
+        return chunks[..., :dim], kv
     ends = jnp.where(meta.q_lens > 0, meta.kv_lens, 0)
     oldest = jnp.maximum(oldest_visible(ends - 1, options.sliding_window, options.chunk), 0)
     out = decode_attention(
-        q,
+        wide,
         kv,
         oldest,
         ends,
@@ -87,4 +88,4 @@ def tpu_paged_attention(
         softcap=options.softcap,
         interpret=interpret,
     )
-    return out, kv
+    return out[..., :dim], kv
