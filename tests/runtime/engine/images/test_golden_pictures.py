@@ -212,7 +212,8 @@ def test_heads_guess_behind_pictures(tmp_path: Path) -> None:
     save_file({**load_file(tmp_path / "model.safetensors"), **layer}, tmp_path / "model.safetensors")
     proposer = Guesses(lambda seq, most: drafted_tokens(most), random.Random(1))
     with mock.patch.object(building, "Drafting", return_value=proposer):
-        served = Served("qwen3_5_vl", 8, tmp_path, speculation="heads", tensor_parallel_size=1)
+        options: dict[str, Any] = {"speculation": "heads", "tensor_parallel_size": 1}
+        served = Served("qwen3_5_vl", 8, tmp_path, kv_cache_bytes=2**20, **options)
     for case in served.cases:
         served.ask(case, n=2)
     served.ask_together(served.cases)
