@@ -14,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 GOLDENS = "tests/service/servicers/test_goldens.py"
-KINDS = "deepseek_v3 or gemma2 or gemma4_moe or gpt_oss or granite_hybrid or lfm2 or mistral_swa or qwen3_5"
-"""Latent attention; windows and caps; two kinds of heads; sinks; Mamba-2; short convolutions; one window for
-all layers; gated delta nets."""
+KINDS = "deepseek_v3 or gemma2 or gemma4 or gpt_oss or granite_hybrid or lfm2 or mistral_swa or qwen3_5"
+"""Latent attention; windows and caps; shared keys and values, and embeddings for each layer; sinks; Mamba-2;
+short convolutions; one window for all layers; gated delta nets."""
 
 
 @pytest.mark.parametrize(

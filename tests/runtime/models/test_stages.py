@@ -82,13 +82,22 @@ def test_a_mixer_beside_attention_has_the_entry_behind_it():
     assert first.cache.slot_bytes == 2 * last.cache.slot_bytes > 0
 
 
+def test_layers_that_share_keys_and_values_are_in_one_stage():
+    """The last two of six layers have those of the layers 2 and 3."""
+    config = load_config(GOLDEN / "gemma4")
+    assert [layer.shares_kv_of for layer in config.layers] == [None, None, None, None, 2, 3]
+    stages = stages_of(config, 2)
+    assert [(stage.begin, stage.end) for stage in stages] == [(0, 2), (2, 6)]
+    assert [stage.cache.kept for stage in stages] == [range(2), range(2, 4)]
+
+
 @pytest.mark.parametrize(
     ("name", "stages", "why"),
     [
         ("llama", 9, "cannot be cut into 9 stages: it has"),
         ("qwen2_5_vl", 2, "it reads pictures"),
         ("encoders/bert", 2, "it generates nothing"),
-        ("gemma4", 2, "attend to keys and values of layers before"),
+        ("gemma4", 4, "so stages can begin only at [1, 2]"),
     ],
 )
 def test_models_that_cannot_be_cut_into_stages(name, stages, why):

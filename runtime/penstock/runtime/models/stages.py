@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,35 +58,46 @@ class Stage:
 
 def stages_of(model: ModelConfig, count: int) -> tuple[Stage, ...]:
     """Cut the model into so many stages of equally many layers, of which the first ones have one more where
-    that does not divide; () for one. ConfigError if the model cannot be cut so.
+    that does not divide, or as near to that as layers that share keys and values allow; () for one.
+    ConfigError if the model cannot be cut so.
     """
     if count == 1:
         return ()
     _check(model, count)
     entries, spec = (*model.cache_entries, len(model.cache.layers)), model.cache
-    least, more = divmod(len(model.layers), count)
-    stages: list[Stage] = []
-    begin = 0
-    for number in range(count):
-        end = begin + least + (number < more)
-        for layer in model.layers[begin:end]:
-            if layer.shares_kv_of is not None and layer.shares_kv_of < begin:
-                raise ConfigError(
-                    f"pipeline_parallel_size: {model.architecture} cannot be cut into {count} stages: some "
-                    f"of the layers from {begin} on attend to keys and values of layers before"
-                )
-        stages.append(
-            Stage(
-                number=number,
-                begin=begin,
-                end=end,
-                is_last=number == count - 1,
-                cache=spec.only(range(entries[begin], entries[end])),
-                has_tied_head=model.tie_word_embeddings,
-            )
+    begins = (0, *_cuts(model, count), len(model.layers))
+    return tuple(
+        Stage(
+            number=number,
+            begin=begin,
+            end=end,
+            is_last=number == count - 1,
+            cache=spec.only(range(entries[begin], entries[end])),
+            has_tied_head=model.tie_word_embeddings,
         )
-        begin = end
-    return tuple(stages)
+        for number, (begin, end) in enumerate(pairwise(begins))
+    )
+
+
+def _cuts(model: ModelConfig, count: int) -> list[int]:
+    """Return the first layer of each stage but the first. No stage begins between a layer and one that
+    attends to its keys and values.
+    """
+    least, more = divmod(len(model.layers), count)
+    owners = [layer.shares_kv_of for layer in model.layers]
+    allowed = [
+        begin
+        for begin in range(1, len(owners))
+        if not any(owner is not None and owner < begin for owner in owners[begin:])
+    ]
+    even = [number * least + min(number, more) for number in range(1, count)]
+    cuts = [min(allowed, key=lambda begin: abs(begin - wanted), default=0) for wanted in even]
+    if any(one >= other for one, other in pairwise((0, *cuts))):
+        raise ConfigError(
+            f"pipeline_parallel_size: {model.architecture} cannot be cut into {count} stages: layers attend "
+            f"to keys and values of layers before, so stages can begin only at {allowed or 'none'}"
+        )
+    return cuts
 
 
 def home_of(stages: tuple[Stage, ...], path: ParamPath) -> int:
