@@ -19,6 +19,7 @@ from penstock.runtime.models.config import MLPConfig
 from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
+from penstock.runtime.ops.native.attention import native_paged_attention
 from tests.support.goldens import GOLDEN
 from tests.support.models.configs import published
 from tests.support.models.reading import check_reading
@@ -32,6 +33,16 @@ def test_states_poolings_and_classes(name: str) -> None:
     directory = GOLDEN / "encoders" / name
     config = load_config(directory)
     check_reading(directory, config, load_weights(directory, config, progress=False))
+
+
+@pytest.mark.ci
+def test_an_encoder_with_native_attention() -> None:
+    """This one's heads are as wide as the kernels need, and some of its layers have a window."""
+    directory = GOLDEN / "encoders" / "gemma3_embedder"
+    config = load_config(directory)
+    weights = load_weights(directory, config, progress=False)
+    program = check_reading(directory, config, weights, attention=native_paged_attention)
+    assert program.count("penstock_attention") > config.num_layers  # and a plan for each window
 
 
 def test_what_is_not_computed_is_refused_by_name() -> None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from penstock.runtime.execution.on_mesh import CUT, WHOLE, on_mesh
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.params import ModelState, bind, state_to_leaves
-from penstock.runtime.ops.attention import AttentionMeta, make_meta
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, paged_attention
 
 ROWS, TOKENS, PAGES = 4, 128, 64
 TOLERANCE = 1e-5
@@ -46,10 +46,16 @@ def unit(x: np.ndarray) -> Any:
     return x / np.linalg.norm(x)
 
 
-def check_reading(directory: Path, config: ModelConfig, state: ModelState, mesh: Mesh | None = None) -> str:
+def check_reading(
+    directory: Path,
+    config: ModelConfig,
+    state: ModelState,
+    mesh: Mesh | None = None,
+    attention: AttentionOp = paged_attention,
+) -> str:
     """Check that the states and classes of a golden's texts, together and alone, are PyTorch's. mesh: the
-    devices over which the model is cut; None: it is not. Returns the program that makes the states, as XLA's
-    text.
+    devices over which the model is cut; None: it is not. attention: what a decoder would attend with. Returns
+    the program that makes the states, as XLA's text.
     """
     leaves = state_to_leaves(state)
     cases = json.loads((directory / "expected.json").read_text())["cases"]
@@ -58,7 +64,7 @@ def check_reading(directory: Path, config: ModelConfig, state: ModelState, mesh:
     def hidden_of(leaves: Any, ids: jax.Array, lengths: jax.Array) -> jax.Array:
         cache = tuple(jnp.zeros(array.shape, array.dtype) for array in arrays)
         meta, model = meta_of(lengths), bind(config, leaves)
-        return model.normalized(model(ids, meta.positions, cache, (meta,))[0])
+        return model.normalized(model(ids, meta.positions, cache, (meta,), attention=attention)[0])
 
     def classes_of(leaves: Any, pooled: jax.Array) -> jax.Array:
         return bind(config, leaves).classes(pooled)

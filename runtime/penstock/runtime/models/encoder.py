@@ -22,7 +22,13 @@ from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearForma
 from penstock.runtime.models.norms import LayerNorm, hidden_norm
 from penstock.runtime.models.pools import PooledModel, PoolPlanners
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
-from penstock.runtime.ops.both_ways import attend_both_ways
+from penstock.runtime.ops.both_ways import (
+    attend_both_ways,
+    attend_natively,
+    can_attend_natively,
+    pages_of_texts,
+)
+from penstock.runtime.ops.native.attention import native_paged_attention
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
 
 
@@ -95,7 +101,8 @@ class Encoder(PooledModel):
         """Turn whole texts of a ragged batch into their hidden states before the final norm, if there is one.
 
         token_ids, positions: int32 [T]; a token of type t has the id t * vocab_size + id. metas: one, the row
-        of each token. The cache is empty, and what computes a decoder's attention is not asked.
+        of each token. The cache is empty. Where the native kernels compute a decoder's `attention`, they
+        compute this too, if nothing is added for distances; else XLA does.
         """
         encoder, pools = self.encoder, self.pools
         types, ids = jnp.divmod(token_ids, np.int32(self.config.vocab_size))
@@ -110,18 +117,28 @@ class Encoder(PooledModel):
             x = self.embedding_norm(x, pools)
         if self.embedding_projection is not None:
             x = project(self.embedding_projection, x, metas[0].num_tokens, pools)
+        pages = self._pages(x, metas[0]) if attention is native_paged_attention else None
         inputs = LayerInputs(
             angles=Angles(positions),
             metas=metas,
-            attention=attend_both_ways,
+            attention=attend_both_ways if pages is None else attend_natively,
             recurrent=recurrent,
             pools=pools,
             shared_kv={},
             distances=self._distances(),
         )
         for layer in encoder.passes or range(self.config.num_layers):
-            x, _ = self.layers[layer](x, [None], inputs)
+            x, (pages,) = self.layers[layer](x, [pages], inputs)
         return x, kv
+
+    def _pages(self, x: jax.Array, meta: AttentionMeta) -> jax.Array | None:
+        """Make what the native kernels keep a layer's keys and values in; None where they cannot attend."""
+        heads = self.config.layers[0].attention
+        assert isinstance(heads, AttentionConfig), "encoders have attention"
+        if self.distances is not None or not can_attend_natively(heads.num_heads, heads.head_dim, x.dtype):
+            return None
+        num_rows = meta.q_lens.shape[0]
+        return pages_of_texts(x.shape[0], num_rows, heads.num_kv_heads, heads.head_dim, x.dtype)
 
     def _distances(self) -> Distances | None:
         config = self.encoder.distances

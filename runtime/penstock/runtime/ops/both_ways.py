@@ -1,5 +1,6 @@
-"""Attention of encoders: each token attends to all tokens of its text, before it and behind it. In plain XLA,
-without a cache, because a text is computed in one step.
+"""Attention of encoders: each token attends to all tokens of its text, before it and behind it. There is no
+cache, because a text is computed in one step: in plain XLA, or by the native kernels of paged attention, to
+which the keys and values of a layer are a cache of their own.
 
 The texts of a step lie flat, one behind the other, and no text is padded to the length of another. Queries
 are cut into the blocks of `AttentionMeta`. A loop walks over the keys of all blocks' texts together, with an
@@ -12,14 +13,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOptions
+from penstock.runtime.ops.native.attention import native_paged_attention, supports
 
 WIDTH = 64
 """How many keys one iteration handles."""
+PAGE_SIZE = 16
+"""Positions of a page of what the native kernels read. Pages are small, because each text fills its own."""
 _MASKED = float(np.finfo(np.float32).min)
 
 
@@ -99,6 +104,40 @@ def attend_both_ways(
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).transpose(0, 3, 1, 2, 4)
     out = out.reshape(num_blocks * block_q, num_heads, dim)
     return out[meta.token_places].astype(q.dtype), kv
+
+
+def pages_of_texts(num_tokens: int, num_rows: int, kv_heads: int, dim: int, dtype: np.dtype[Any]) -> Array:
+    """Make the pages that `attend_natively` writes keys and values into, which layers may hand to each other:
+    enough for `num_tokens` tokens in `num_rows` texts, zeros in `dtype`.
+    """
+    num_pages = min(num_tokens, num_tokens // PAGE_SIZE + num_rows)
+    return jnp.zeros((num_pages, 2, kv_heads, PAGE_SIZE, dim), dtype)
+
+
+def attend_natively(
+    q: Array, k_new: Array, v_new: Array | None, kv: Array, meta: AttentionMeta, options: AttentionOptions
+) -> tuple[Array, Array]:
+    """Compute `attend_both_ways` by the native kernels of a CPU. `kv`: `pages_of_texts`, of which the pages
+    of a text lie one behind the other.
+    """
+    counts = (meta.q_lens + PAGE_SIZE - 1) // PAGE_SIZE
+    width = (q.shape[0] + PAGE_SIZE - 1) // PAGE_SIZE
+    table = (jnp.cumsum(counts) - counts)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    reach = (meta.q_lens - 1)[meta.token_rows]
+    if options.sliding_window is not None:
+        reach = jnp.minimum(reach, meta.positions + (options.sliding_window - 1))
+    of_texts = meta._replace(
+        starts=jnp.zeros_like(meta.starts),
+        page_table=jnp.minimum(table, kv.shape[0] - 1).astype(jnp.int32),
+        reach=reach.astype(jnp.int32),
+    )
+    return native_paged_attention(q, k_new, v_new, kv, of_texts, options)
+
+
+def can_attend_natively(num_heads: int, dim: int, dtype: np.dtype[Any]) -> bool:
+    """Say whether the native kernels can attend with so many heads of `dim` channels in `dtype`."""
+    cache = jax.ShapeDtypeStruct((1, 2, 1, PAGE_SIZE, dim), dtype)
+    return supports(jax.ShapeDtypeStruct((1, num_heads, dim), dtype), cache)
 
 
 def _of_distances(scores: DistanceScores, apart: Array, q_at: Array, k_at: Array) -> Array:
