@@ -20,7 +20,7 @@ import argparse
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -118,17 +118,18 @@ class Eagle(nn.Module):  # type: ignore[misc]  # see Head
 
     def __init__(self, model: nn.Module, fields: dict[str, Any]) -> None:
         super().__init__()
-        config = transformers.LlamaConfig(**fields, attn_implementation="eager")
+        options: dict[str, Any] = {**fields, "attn_implementation": "eager"}
+        config = transformers.LlamaConfig(**options)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.is_normed = fields.get("norm_before_residual", False)
         self.fc = nn.Linear(3 * model.config.hidden_size, hidden, bias=False)
-        layer = nn.Module()
+        layer, mlp = nn.Module(), cast("Any", LlamaMLP)
         layer.input_layernorm, layer.hidden_norm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
         layer.self_attn = LlamaAttention(config, 0)
         for part in ("q_proj", "k_proj", "v_proj"):
             size = getattr(layer.self_attn, part).out_features
             setattr(layer.self_attn, part, nn.Linear(2 * hidden, size, bias=False))
-        layer.post_attention_layernorm, layer.mlp = nn.RMSNorm(hidden, eps), LlamaMLP(config)
+        layer.post_attention_layernorm, layer.mlp = nn.RMSNorm(hidden, eps), mlp(config)
         self.midlayer = layer
         self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, fields["draft_vocab_size"], bias=False)
@@ -246,7 +247,7 @@ def make_eagle(name: str, goldens: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found = []
+    found: list[dict[str, Any]] = []
     with torch.no_grad():
         for case, text, state in zip(cases, texts, states, strict=True):
             guesses, tops = [], []

@@ -90,10 +90,10 @@ def _internvl_processor(tokenizer: Any) -> Any:
 def _llama4_processor(tokenizer: Any) -> Any:
     from transformers.models.llama4 import image_processing_llama4 as llama4  # noqa: PLC0415
 
-    class Llama4ImageProcessor(llama4.Llama4ImageProcessor):  # type: ignore[misc]  # transformers is untyped
+    class Llama4ImageProcessor(llama4.Llama4ImageProcessor):
         """The one of transformers, which has none for Pillow, with Pillow's resizing."""
 
-        def resize(self, image: torch.Tensor, size: Any, resample: Any = None, **_: Any) -> torch.Tensor:
+        def resize(self, image: Any, size: Any, resample: Any = None, *_: Any, **__: Any) -> Any:
             """Resize pictures [N, 3, height, width]."""
             pictures = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in image]
             resized = [np.array(one.resize((size.width, size.height), resample)) for one in pictures]

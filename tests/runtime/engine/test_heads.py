@@ -118,7 +118,7 @@ def test_logits_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
     empty = model.whole_cache.arrays((pages,), 64, 1, np.dtype(np.float32))
 
     @jax.jit
-    def last_logits(tokens: jax.Array, count: jax.Array) -> jax.Array:
+    def last_logits(tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         meta = make_meta(
             starts=jnp.zeros((1,), jnp.int32),
             q_lens=count[None],
@@ -345,7 +345,7 @@ def write_random(folder: Path, fields: dict[str, Any]) -> Path:
         for each in load_rules(config).tensors
     }
     if config.eagle is not None:
-        tensors["d2t"] = np.arange(config.eagle.draft_vocab_size)  # every second token
+        tensors["d2t"] = np.arange(config.eagle.draft_vocab_size)  # type: ignore[assignment]  # every second token
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(fields))
     return folder

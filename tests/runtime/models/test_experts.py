@@ -22,6 +22,7 @@ from penstock.runtime.models.config import (
     ModelConfig,
     RouterConfig,
 )
+from penstock.runtime.models.layers.experts import Experts
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.codes import CodeForm
@@ -141,10 +142,11 @@ def test_padding_chooses_no_expert() -> None:
 
     config, linear = model(EXPERTS), LinearFormat(experts=noted)
     graph, _ = params.abstract_model(config, "bfloat16", linear)
-    stack = nnx.merge(graph, random_weights(config, "bfloat16", linear)).layers[0].mlp.experts
-    inputs = SimpleNamespace(pools=SimpleNamespace(adapters=None), num_tokens=jnp.int32(2))
+    mlp = nnx.merge(graph, random_weights(config, "bfloat16", linear)).layers[0].mlp
+    assert isinstance(mlp, Experts)
+    inputs: Any = SimpleNamespace(pools=SimpleNamespace(adapters=None), num_tokens=jnp.int32(2))
     ids = jnp.asarray([[3, 1], [0, 2], [4, 5]], jnp.int32)
-    stack(jnp.zeros((3, 128), jnp.bfloat16), ids, jnp.ones((3, 2), jnp.float32), inputs)
+    mlp.experts(jnp.zeros((3, 128), jnp.bfloat16), ids, jnp.ones((3, 2), jnp.float32), inputs)
     assert given[0].tolist() == [[3, 1], [0, 2], [NO_EXPERT, NO_EXPERT]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,16 +51,12 @@ def test_is_what_it_is_defined_as(natively: bool, lengths: list[int], window: in
 
 
 def attend(q: Any, k: Any, v: Any, lengths: np.ndarray, window: int | None, natively: bool) -> np.ndarray:
-    if (window, natively) not in _PROGRAMS:
-        _PROGRAMS[window, natively] = jax.jit(lambda *args: _attend(*args, window, natively))
     wide = (x.astype(np.float32) for x in (q, k, v))
-    return np.asarray(_PROGRAMS[window, natively](*wide, lengths))
+    return np.asarray(attend_in_jax(*wide, lengths, window, natively))
 
 
-_PROGRAMS: dict[tuple[int | None, bool], Any] = {}
-
-
-def _attend(q: Any, k: Any, v: Any, lengths: Any, window: int | None, natively: bool) -> Any:
+@partial(jax.jit, static_argnums=(4, 5))
+def attend_in_jax(q: Any, k: Any, v: Any, lengths: Any, window: int | None, natively: bool) -> Any:
     meta = make_meta(
         starts=jnp.zeros(ROWS, jnp.int32),
         q_lens=lengths,

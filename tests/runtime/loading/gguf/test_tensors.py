@@ -170,7 +170,9 @@ def test_a_model_keeps_its_codes_where_the_kernels_compute(tmp_path: Path, kind:
     assert kept[path] == kept[table] == form
     assert len([found for found in kept if found[0] == "layers"]) == 4 * len(model.config.layers)
     shapes = leaf_shapes(model.config, "bfloat16", linear)
-    leaves = {place: np.zeros(shapes[place].shape, shapes[place].dtype) for place in (path, table)}
+    leaves: dict[Any, Any] = {
+        place: np.zeros(shapes[place].shape, shapes[place].dtype) for place in (path, table)
+    }
     for rule in rules(linear).rules:
         if rule.targets[0].path in leaves:
             rule.fill(leaves, model.tensors, 0, rule.num_rows)
