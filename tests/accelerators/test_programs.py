@@ -61,6 +61,8 @@ CACHE_BYTES = 8 << 30
 """Of the cache. XLA moves a small one to a TPU's own memory, of up to 128 MiB, and back."""
 SNAPSHOTS = 512
 """Of recurrent state, for the same reason."""
+CHIP_BYTES = 128 << 20
+"""Of a TPU's own memory."""
 MODELS = (
     "Qwen3-4B",  # grouped queries, norms of queries and keys
     "gemma-2-9b",  # windows and soft caps, heads of 256
@@ -95,6 +97,10 @@ def small(name: str) -> ModelConfig:
     )
 
 
+def _bytes(array: jax.ShapeDtypeStruct) -> int:
+    return int(array.size * array.dtype.itemsize)
+
+
 def collectives_of(machine: Machine, options: EngineConfig) -> set[str]:
     """Return the kinds of collectives that a program may have, by the table of `cutting`."""
     if machine.devices == 1:
@@ -120,7 +126,7 @@ def check(model: str, machine: Machine, **ways: Any) -> None:
     leaves = [each.shape[1:] if size > 1 else each.shape for each in builder.weights]
     dtypes = [each.dtype for each in (*jax.tree.leaves(builder.kv), *builder.weights)]
     own = list(map(jax.ShapeDtypeStruct, (*caches, *leaves), dtypes))
-    large = [array for array in own if array.size * array.dtype.itemsize >= LARGE]
+    large = [array for array in own if _bytes(array) >= LARGE]
     has_kernel = any(
         backend.decodes_natively(
             jax.ShapeDtypeStruct((1, kept.num_kv_heads, kept.head_dim), jnp.bfloat16),
@@ -133,7 +139,11 @@ def check(model: str, machine: Machine, **ways: Any) -> None:
     for job, make in builder.jobs().items():
         program = make()
         text = program.as_text() or ""
-        if found := copied(text, large):
+        # XLA may move what fits a TPU's own memory there and back.
+        moves = {
+            f"copy-start [{','.join(map(str, array.shape))}]" for array in own if _bytes(array) < CHIP_BYTES
+        }
+        if found := [each for each in copied(text, large) if each not in moves]:
             wrong.append(f"{name_of(job)} copies {', '.join(found)}")
         if isinstance(job, ProgramKey) and job.decode_only and bool(KERNEL.search(text)) != has_kernel:
             wrong.append(f"{name_of(job)} has {'no' if has_kernel else 'a'} kernel")

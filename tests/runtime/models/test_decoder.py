@@ -17,7 +17,7 @@ from bench.checkpoint import SHAPES, config_json
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
 from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
-from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.linear import LinearFormat, rows_by_blocks
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.codes import CodeForm
@@ -290,3 +290,12 @@ def test_ids_outside_the_table_read_its_last_row():
     rows = np.asarray(model.embed_tokens(ids, model.pools), np.float32)
     table = np.asarray(model.embed_tokens.weight[...], np.float32)
     np.testing.assert_array_equal(rows, table[[0, 63, 63, 63]])
+
+
+def test_rows_of_a_table_are_found_in_their_blocks() -> None:
+    """Also where another row of the block is no number; an id past the end reads the last row."""
+    table = np.asarray(np.random.default_rng(5).standard_normal((256, 20)), jnp.bfloat16)
+    table[129] = np.nan
+    ids = np.array([0, 127, 128, 200, 255, 300], np.int32)
+    found = rows_by_blocks(jnp.asarray(table), jnp.asarray(ids))
+    np.testing.assert_array_equal(np.asarray(found), table[np.minimum(ids, 255)])

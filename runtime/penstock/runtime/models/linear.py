@@ -41,6 +41,7 @@ from penstock.runtime.models.load_rules import (
 from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.adapters import AdapterPlace, added, delta
+from penstock.runtime.ops.cache_spec import TPU_LANES
 from penstock.runtime.ops.codes import OUTPUTS, CodeForm, matmul_codes, rows_of
 from penstock.runtime.ops.experts import ExpertsOp, experts
 from penstock.runtime.ops.native import adapters as native_adapters
@@ -302,7 +303,14 @@ class Embedding(Linear):
         if self.form.codes is not None:
             return rows_of(table, token_ids, self.in_size, self.dtype)
         by_bits = self._gathered_by_bits if table.dtype.itemsize == 2 else self._gathered
-        rows: jax.Array = jax.lax.platform_dependent(table, token_ids, cpu=by_bits, default=self._gathered)
+        tokens_last = not self.packed and table.shape[1] % TPU_LANES > 0 and table.shape[0] % TPU_LANES == 0
+        rows: jax.Array = jax.lax.platform_dependent(
+            table,
+            token_ids,
+            cpu=by_bits,
+            tpu=rows_by_blocks if tokens_last else self._gathered,
+            default=self._gathered,
+        )
         scales = self.scale(pools)
         if scales is None:
             return rows
@@ -324,6 +332,22 @@ class Embedding(Linear):
         table, token_ids = jax.lax.optimization_barrier((table, token_ids))
         rows = self._gathered(jax.lax.bitcast_convert_type(table, jnp.uint16), token_ids)
         return jax.lax.bitcast_convert_type(rows, table.dtype)
+
+
+def rows_by_blocks(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Read rows token_ids int32 [T] of a table [V, E] -> [T, E], each out of the block of 128 tokens that has
+    it. XLA's TPU backend stores a table by blocks of so many tokens if E is no multiple of 128 and V is one.
+    It would copy the whole table to gather rows.
+    """
+
+    def row(token: jax.Array) -> jax.Array:
+        block = jax.lax.dynamic_slice_in_dim(table, token // TPU_LANES * TPU_LANES, TPU_LANES)
+        is_it = jnp.arange(TPU_LANES, dtype=jnp.int32) == token % TPU_LANES
+        found = jnp.where(is_it[:, None], block, jnp.zeros((), block.dtype)).astype(jnp.float32)
+        return found.sum(axis=0).astype(table.dtype)
+
+    rows: jax.Array = jax.lax.map(row, jnp.clip(token_ids, 0, table.shape[0] - 1))
+    return rows
 
 
 def project(
