@@ -3,7 +3,7 @@ one without?
 
 Steps of the run: `python -m tools.on_device.kernels operation|chunks|experts|tokens ...`. The first two try
 attention, of decode steps and of steps with chunks of prompts. With `--interpreted` the first three try their
-own code on a CPU, with small sizes.
+own code on a CPU, with small sizes, and `chunks` needs PJRT_NPROC=8 where there are fewer processors.
 """
 
 from __future__ import annotations

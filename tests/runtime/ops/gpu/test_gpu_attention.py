@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="JAX before 0.11 cannot interpret kernels for GPUs"
 )
+THREADS = 8
+needs_threads = pytest.mark.skipif(
+    int(os.environ.get("PJRT_NPROC", "0")) < THREADS,
+    reason=f"the interpreter needs more threads of XLA for three warpgroups: PJRT_NPROC={THREADS}",
+)
+"""A warpgroup of the interpreter that waits holds a thread of XLA's pool. Where the pool has two threads, as
+on two processors, the third warpgroup may find none, and all wait for ever."""
 needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="JAX's part for CUDA is not installed"
 )
@@ -127,6 +135,21 @@ def steps(draw: st.DrawFn) -> list[Case]:
 
 @needs_interpreter
 @pytest.mark.ci
+def test_chunks_in_a_process_with_threads_enough() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "chunks_beside"],
+        env={**os.environ, "PJRT_NPROC": str(THREADS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "1 passed" in done.stdout
+
+
+@needs_interpreter
+@needs_threads
+@pytest.mark.ci
 def test_chunks_beside_rows_of_one_token() -> None:
     """Three pages before a chunk of two tiles, and one key before a single token."""
     cases = [Case(190, 66), Case(1, 1), Case(0, 2)]
@@ -134,6 +157,7 @@ def test_chunks_beside_rows_of_one_token() -> None:
 
 
 @needs_interpreter
+@needs_threads
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("shape", "options"),
@@ -153,6 +177,7 @@ def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case],
 
 
 @needs_interpreter
+@needs_threads
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("heads", "options"), [(2, Options()), (3, Options(window=200, sinks=True))], ids=["heads", "tokens"]
@@ -166,6 +191,7 @@ def test_no_tile_of_a_chunk_reads_what_another_still_writes(heads: int, options:
 
 
 @needs_interpreter
+@needs_threads
 @pytest.mark.sweep
 @pytest.mark.parametrize(("window", "pages"), [(None, 5 + 6 + 7), (64, 3 + 3 + 3)])
 def test_a_chunk_copies_the_pages_that_its_blocks_attend_to(
