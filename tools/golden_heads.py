@@ -20,7 +20,7 @@ import argparse
 import copy
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -113,23 +113,27 @@ def _apart(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def _mlp(config: transformers.LlamaConfig) -> nn.Module:
+    return LlamaMLP(config)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+
+
 class Eagle(nn.Module):  # type: ignore[misc]  # see Head
     """An EAGLE-3 head, written from its definition."""
 
     def __init__(self, model: nn.Module, fields: dict[str, Any]) -> None:
         super().__init__()
-        options: dict[str, Any] = {**fields, "attn_implementation": "eager"}
-        config = transformers.LlamaConfig(**options)
+        config = transformers.LlamaConfig(**fields)
+        config._attn_implementation = "eager"
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.is_normed = fields.get("norm_before_residual", False)
         self.fc = nn.Linear(3 * model.config.hidden_size, hidden, bias=False)
-        layer, mlp = nn.Module(), cast("Any", LlamaMLP)
+        layer = nn.Module()
         layer.input_layernorm, layer.hidden_norm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
         layer.self_attn = LlamaAttention(config, 0)
         for part in ("q_proj", "k_proj", "v_proj"):
             size = getattr(layer.self_attn, part).out_features
             setattr(layer.self_attn, part, nn.Linear(2 * hidden, size, bias=False))
-        layer.post_attention_layernorm, layer.mlp = nn.RMSNorm(hidden, eps), mlp(config)
+        layer.post_attention_layernorm, layer.mlp = nn.RMSNorm(hidden, eps), _mlp(config)
         self.midlayer = layer
         self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, fields["draft_vocab_size"], bias=False)
@@ -247,10 +251,10 @@ def make_eagle(name: str, goldens: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, list[Any]]] = []
     with torch.no_grad():
         for case, text, state in zip(cases, texts, states, strict=True):
-            guesses, tops = [], []
+            guesses, tops = list[list[int]](), list[Any]()
             for end in range(len(case["prompt"]) + 1, len(text)):
                 tokens, before, made = text[1:end], head.fc(state[: end - 1]), []
                 for _ in range(GUESSES):
