@@ -134,21 +134,28 @@ def test_int8_products_are_a_chain_of_whole_numbers_times_the_scales(
     kernel: str, counts: Iterable[int]
 ) -> None:
     """A group's sum is known exactly; each of its links rounds a few times to 2^-24 of the sizes so far. AMX
-    has one group for a row.
+    has one group for a row, of numbers of 16 bits, of which the upper and the lower bytes are summed apart.
     """
     for rows in counts:
         rng = np.random.default_rng(rows)
         inner, out = 832, 48
-        group = inner if kernel.startswith("amx") else GROUP
+        is_wide = kernel.startswith("amx")
+        group, most = (inner, 32512) if is_wide else (GROUP, 127)
         x, (values, scale) = draw(rng, 80, inner), quantize(draw(rng, out, inner, scale=0.05))
         weight = Packed(jnp.asarray(pack(values)), jnp.asarray(scale))
         got = linear(jnp.asarray(x), (weight,), num_rows=jnp.int32(rows), out_dtype=np.float32)
         real = x[:rows].astype(np.float32).reshape(rows, -1, group)
         peaks = np.abs(real).max(axis=2, keepdims=True)
-        numbers = np.rint(real * (np.float32(127) / peaks)).astype(np.int64)
-        sums = np.einsum("rgi,ogi->rog", numbers, values.reshape(out, -1, group).astype(np.int64))
-        links = sums * (wide(peaks) / 127).swapaxes(1, 2) * wide(scale)[:, None]
-        bound = (inner // group + 4) * 2.0**-24 * np.abs(links).sum(axis=2)
+        numbers = np.rint(real * (np.float32(most) / peaks)).astype(np.int64)
+        grouped = values.reshape(out, -1, group).astype(np.int64)
+        sums = np.einsum("rgi,ogi->rog", numbers, grouped)
+        scales = (wide(peaks) / most).swapaxes(1, 2) * wide(scale)[:, None]
+        links, sizes = sums * scales, np.abs(sums) * scales
+        if is_wide:  # the two sums may have other signs
+            upper = numbers + 128 >> 8
+            sizes = np.abs(256 * np.einsum("rgi,ogi->rog", upper, grouped)) * scales
+            sizes += np.abs(np.einsum("rgi,ogi->rog", numbers - 256 * upper, grouped)) * scales
+        bound = (inner // group + 4) * 2.0**-24 * sizes.sum(axis=2)
         assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
 
 

@@ -1,10 +1,10 @@
 """Linear layers over packed weights, the packing, and what stands between the qkv product and attention: the
 Python side of `penstock_linear` (src/linear/linear.h) and `penstock_rotate` (src/rotate/rotate.h).
 
-Products take bfloat16 activations, sum in float32 and round once. With integers of 8 or 4 bits activations
-are quantized on the way (symmetric int8, with a scale for each 32 inputs of a row; on AMX with int8 weights
-with one for the row), and the sums of a group are exact int32. Small floats are multiplied as bfloat16. A row
-of results depends on its own row of activations alone, bit for bit; a NaN in that row makes all of its
+Products take bfloat16 activations, sum in float32 and round once. With integers activations are quantized on
+the way (symmetric int8, with a scale for each 32 inputs of a row; on AMX with int8 weights 16 bits, with one
+scale for the row), and the sums of a group are exact int32. Small floats are multiplied as bfloat16. A row of
+results depends on its own row of activations alone, bit for bit; a NaN in that row makes all of its
 results NaN.
 
 `rotate_qkv` does in one pass what stands between the qkv product and attention: the norms of queries, keys

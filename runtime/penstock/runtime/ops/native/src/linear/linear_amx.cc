@@ -1,4 +1,9 @@
 // Linear layers on AMX: rows of x are the A tiles, and the packed weight holds the B tiles as they lie in memory.
+//
+// With int8 weights x is rounded to 16 bits, with a scale for each row, and a row of x is two rows of tiles: its upper
+// bytes and its lower ones. One byte alone would cost a real model 3.8 % of its perplexity, because the largest value
+// of a row may be a hundred times the usual one. With a scale for each 32 inputs, as other instruction sets have it,
+// sums would have to leave the tiles twice for each tile of weights.
 #include <immintrin.h>
 
 #include "common/scratch.h"
@@ -37,7 +42,12 @@ constexpr int kW0 = 6;
 constexpr int kW1 = 7;
 
 bool IsInt8(const LinearJob& job) { return job.format == Format::kInt8; }
-int64_t ElementBytes(Format format) { return format == Format::kInt8 ? 1 : 2; }
+
+// The rows of tiles that a row of x makes.
+constexpr int64_t TileRows(bool is_int8) { return is_int8 ? 2 : 1; }
+
+// Whether all rows of x fit into one A tile.
+bool AreFew(const LinearJob& job) { return job.m * TileRows(IsInt8(job)) <= kRows; }
 
 // Sets the numbers of rows of the two row blocks; rows1 may be 0.
 void Configure(int64_t rows0, int64_t rows1) {
@@ -111,13 +121,13 @@ inline void AddProducts(const Tiles* x, const Tiles* weight, int64_t begin, int6
   AddStep<kInt8, kBlocks, 0>(x, weight, s);
 }
 
-// Multiplies x, at most 16 rows, by one block. Reading the weight takes most of the time, so its tiles are taken in the
-// order in which they lie in memory. (Two blocks at a time would halve the reading of x, but two streams measured 8 %
-// slower.) One chain of products is enough: a tile product takes 52 cycles, and a core needs more than 100 to bring a
-// tile of weights from memory.
+// Multiplies x, at most 16 rows of tiles, by one block. Reading the weight takes most of the time, so its tiles are
+// taken in the order in which they lie in memory. (Two blocks at a time would halve the reading of x, but two streams
+// measured 8 % slower.) One chain of products is enough: a tile product takes 52 cycles, and a core needs more than 100
+// to bring a tile of weights from memory.
 template <bool kInt8>
 void Products(const LinearJob& job, const char* weight, float* sums) {
-  const Tiles x{static_cast<const char*>(job.x), job.m * 64}, tiles{weight, kTileBytes};
+  const Tiles x{static_cast<const char*>(job.x), job.m * TileRows(kInt8) * 64}, tiles{weight, kTileBytes};
   const char* ahead = weight + kPrefetchBytes;
   TileZero<kSum00>();
   AddProducts<kInt8, 1>(&x, &tiles, 0, job.k * (kInt8 ? 1 : 2) / 64, [&] {
@@ -144,7 +154,7 @@ void ExpandedProducts(const LinearJob& job, const char* weight, float* sums) {
 template <bool kInt8>
 void FewRows(const LinearJob& job, const UnitBlocks& unit_blocks) {
   alignas(64) float sums[2][kRows * kBlockOut];
-  Configure(job.m, job.m);
+  Configure(job.m * TileRows(kInt8), job.m * TileRows(kInt8));
   const int64_t last = unit_blocks.block + unit_blocks.count;
   // Two blocks at a time (gate and up, or neighbours), so that y is written in whole cache lines.
   for (int64_t b = unit_blocks.block; b < last; b += job.gated() ? 1 : 2) {
@@ -221,9 +231,10 @@ inline OutPair FindPair(const LinearJob& job, const UnitBlocks& unit) {
   return {{unit.weight, job.gated() ? 1 : unit.weight}, {unit.block, second_block}, has_second};
 }
 
-// Makes the results of rows [row, row + rows) from their complete sums.
+// Makes the results of `tile_rows` rows of tiles, from `tile_row` on, from their complete sums.
 template <bool kInt8>
-void Epilogue(const LinearJob& job, const OutPair& pair, int64_t row, int64_t rows, const PairSums& sums) {
+void Epilogue(const LinearJob& job, const OutPair& pair, int64_t tile_row, int64_t tile_rows, const PairSums& sums) {
+  const int64_t row = tile_row / TileRows(kInt8), rows = tile_rows / TileRows(kInt8);
   float* first = sums.OfOutBlock(0);
   float* second = sums.OfOutBlock(1);
   if constexpr (kInt8) {
@@ -243,7 +254,8 @@ void Epilogue(const LinearJob& job, const OutPair& pair, int64_t row, int64_t ro
 // into chunks whose weights stay in the first-level cache while x streams from the second; between chunks the sums wait
 // in memory. Meanwhile the weights of this thread's next unit are brought into the second-level cache.
 template <bool kInt8>
-void ManyRows(const LinearJob& job, const UnitBlocks& unit, int64_t first_row, int64_t last_row) {
+void ManyRows(const LinearJob& job, const UnitBlocks& unit, int64_t from, int64_t until) {
+  const int64_t first_row = from * TileRows(kInt8), last_row = until * TileRows(kInt8);  // of tiles
   const int64_t element = kInt8 ? 1 : 2;
   const int64_t steps = job.k * element / 64;
   const int64_t row_block_bytes = kRows * job.k * element;
@@ -304,14 +316,17 @@ void ManyRows(const LinearJob& job, const UnitBlocks& unit, int64_t first_row, i
   TileRelease();
 }
 
+// The bytes of a value of x: of a bf16, or the two of a row with int8 weights.
+constexpr int64_t kValueBytes = 2;
+
 // How many rows of x are taken together.
 int64_t RowsAtOnce(const LinearJob& job) {
-  const int64_t rows = kRowsBytes / (job.k * ElementBytes(job.format)) / (2 * kRows) * (2 * kRows);
+  const int64_t rows = kRowsBytes / (job.k * kValueBytes) / (2 * kRows) * (2 * kRows);
   return rows < 2 * kRows ? 2 * kRows : rows;
 }
 
 int64_t PerUnit(const LinearJob& job) {
-  if (job.m > kRows) {
+  if (!AreFew(job)) {
     return job.gated() ? 1 : 2;
   }
   const int64_t blocks = kFewRowsUnitBytes / (job.BlockBytes() * (job.gated() ? 2 : 1));
@@ -320,11 +335,11 @@ int64_t PerUnit(const LinearJob& job) {
 
 int64_t NumUnits(const LinearJob& job) {
   const int64_t units = CountUnits(job, PerUnit(job));
-  return job.m <= kRows ? units : units * CeilDiv(job.m, RowsAtOnce(job));
+  return AreFew(job) ? units : units * CeilDiv(job.m, RowsAtOnce(job));
 }
 
 void RunUnit(const LinearJob& job, int64_t unit) {
-  if (job.m <= kRows) {
+  if (AreFew(job)) {
     const UnitBlocks unit_blocks = FindUnit(job, unit, PerUnit(job));
     IsInt8(job) ? FewRows<true>(job, unit_blocks) : FewRows<false>(job, unit_blocks);
     return;
@@ -336,25 +351,40 @@ void RunUnit(const LinearJob& job, int64_t unit) {
   IsInt8(job) ? ManyRows<true>(job, unit_blocks, first, last) : ManyRows<false>(job, unit_blocks, first, last);
 }
 
-// x in the kernel's form: row blocks of 16, each as tiles [rows, 64 bytes] in the order in which they are multiplied.
-int64_t XBytes(int64_t m, int64_t k, Format format) { return m * k * ElementBytes(format); }
+// x in the kernel's form: blocks of 16 rows of tiles, each as tiles [rows, 64 bytes] in the order in which they are
+// multiplied.
+int64_t XBytes(int64_t m, int64_t k, Format) { return m * k * kValueBytes; }
+
+// Rounds 64 values to 16 bits, and writes a row of a tile with their upper bytes, and behind it one with their lower
+// ones, both as int8: value = 256 * upper + lower.
+inline void PutBytes(const float* values, float inverse, char* out) {
+  alignas(64) int16_t numbers[64];
+  for (int64_t i = 0; i < 64; i += 16) {
+    StoreInt16(numbers + i, Mul(Load(values + i), Fill(inverse)));
+  }
+  for (int64_t i = 0; i < 64; ++i) {
+    out[i] = static_cast<char>((numbers[i] + 128) >> 8);
+    out[64 + i] = static_cast<char>(numbers[i]);
+  }
+}
 
 void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float* x_scale, float* row) {
-  const int64_t k = job.k;
-  const int64_t first = block * kRows;
-  const int64_t count = Min(job.m - first, kRows);
-  char* out = static_cast<char*>(x) + first * k * ElementBytes(job.format);
-  for (int64_t r = 0; r < count; ++r) {
-    LoadRow(input, first + r, k, row);
-    if (IsInt8(job)) {
-      const float peak = RowPeak(row, k), inverse = Int8Inverse(peak);
-      x_scale[first + r] = peak / 127.0f;
+  constexpr float kMost = 127 * 256;  // so that its upper byte is an int8
+  const bool is_int8 = IsInt8(job);
+  const int64_t k = job.k, of_row = TileRows(is_int8), all = job.m * of_row, row_bytes = k * kValueBytes / of_row;
+  for (int64_t r = block * kRowBlock; r < Min(job.m, (block + 1) * kRowBlock); ++r) {
+    LoadRow(input, r, k, row);
+    const int64_t at = r * of_row, first = at / kRows * kRows, count = Min(all - first, kRows);
+    char* out = static_cast<char*>(x) + first * row_bytes + (at - first) * 64;
+    if (is_int8) {
+      const float peak = RowPeak(row, k), inverse = Inverse(peak, kMost);
+      x_scale[r] = peak / kMost;
       for (int64_t s = 0; s < k / 64; ++s) {
-        Quantize(row + s * 64, 64, inverse, reinterpret_cast<int8_t*>(out + (s * count + r) * 64));
+        PutBytes(row + s * 64, inverse, out + s * count * 64);
       }
     } else {
       for (int64_t s = 0; s < k / 32; ++s) {
-        auto* to = reinterpret_cast<uint16_t*>(out + (s * count + r) * 64);
+        auto* to = reinterpret_cast<uint16_t*>(out + s * count * 64);
         StoreBf16(to, Load(row + s * 32));
         StoreBf16(to + 16, Load(row + s * 32 + 16));
       }

@@ -119,17 +119,19 @@ inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t
   }
 }
 
-// Converts the int32 sums of an int8 product with rows that have a scale each to float32, in place.
+// Makes the sums of `rows` rows with int8, from `row` on, of int32 sums [rows][upper, lower][16], in place: those with
+// the upper and with the lower bytes of values of x, of which each row has a scale.
 inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, float* sums) {
   const Lanes scale = Load(job.weights[weight].scale + block * kBlockOut);
   for (int64_t r = 0; r < rows; ++r) {
-    int32_t whole[kBlockOut];
-    float value[kBlockOut];
-    memcpy(whole, sums + r * kBlockOut, sizeof whole);
-    for (int64_t i = 0; i < kBlockOut; ++i) {
+    int32_t whole[2 * kBlockOut];
+    float value[2 * kBlockOut];
+    memcpy(whole, sums + 2 * r * kBlockOut, sizeof whole);
+    for (int64_t i = 0; i < 2 * kBlockOut; ++i) {
       value[i] = static_cast<float>(whole[i]);
     }
-    Store(sums + r * kBlockOut, Mul(Load(value), Mul(Fill(job.x_scale[row + r]), scale)));
+    const Lanes sum = MulAdd(Load(value), Fill(256.0f), Load(value + kBlockOut));
+    Store(sums + r * kBlockOut, Mul(sum, Mul(Fill(job.x_scale[row + r]), scale)));
   }
 }
 
