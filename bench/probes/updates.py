@@ -68,6 +68,9 @@ def child(*command: str, log: Path) -> Iterator[subprocess.Popen[str]]:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def address_of(process: subprocess.Popen[str]) -> str:

@@ -65,9 +65,7 @@ def test_both_commands_run(
 ) -> None:
     write_checkpoint(tmp_path / "model", SHAPES["tiny"])
     options = ["--checkpoint", str(tmp_path / "model"), "--set", "kv_cache_bytes=8388608"]
-    monkeypatch.setattr(
-        "sys.argv", ["pace", *options, "--shrink", "8", "--rounds", "1", "--num-words", "200"]
-    )
+    monkeypatch.setattr("sys.argv", ["pace", *options, "--rounds", "1", "--num-words", "200"])
     assert pace.main() == 0
     out = capsys.readouterr().out
     assert "| another one for each row |" in out
