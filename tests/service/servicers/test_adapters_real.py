@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
+import random
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ import pytest
 
 import penstock.client as api
 from penstock.runtime import Engine
-from tests.service.rig import serving
+from penstock.runtime.requests.adapter import AdapterWeights
+from tests.service.rig import serving, until
 from tests.support.goldens import GOLDEN, small_config
 
 pytestmark = pytest.mark.ci
@@ -68,4 +72,93 @@ async def test_adapters_are_pushed_loaded_used_together_and_unloaded(tmp_path: P
         assert await client.unload_adapter("attention_r8") == 0
         with pytest.raises(api.UnknownAdapter):
             await answer(client, cases_of("attention_r8")[0], "attention_r8")
+        assert rig.engine.compiles_after_warmup == 0
+
+
+async def streamed(client: api.AsyncClient, case: dict[str, Any], adapter: str) -> list[int]:
+    stream = client.stream(
+        token_ids=case["prompt"],
+        adapter=adapter,
+        temperature=0,
+        max_tokens=len(case["tokens"]),
+        ignore_eos=True,
+        return_text=False,
+    )
+    async with stream:
+        return list((await stream.result()).outputs[0].token_ids)
+
+
+@pytest.mark.sweep
+async def test_adapters_come_and_go_under_streams(tmp_path: Path) -> None:
+    """An adapter is unloaded under 16 streams. Then 200 loads, pushes, unloads and pins at random go on
+    beside answers with adapters that stay. Every answer is PEFT's, what is refused has a typed error, and the
+    server holds no adapter that is gone.
+    """
+    names = sorted(folder.name for folder in LORA.iterdir())
+    for name in names:
+        shutil.copytree(LORA / name, tmp_path / name)
+    config = dataclasses.replace(
+        small_config(MODEL, cached_tokens=1024),
+        max_num_seqs=16,
+        max_adapters=2,
+        max_cached_adapters=9,  # those that stay and those that come
+        adapter_dir=tmp_path,
+    )
+    rng = random.Random(0)
+    async with (
+        serving(Engine.from_pretrained(str(GOLDEN / MODEL), config)) as rig,
+        api.AsyncClient(rig.server.address) as client,
+    ):
+        adapters = rig.engine.adapters
+        await client.push_adapter("leaves", LORA / "patterns")
+        case = cases_of("patterns")[0]
+        await client.pause()
+        streams = [asyncio.create_task(streamed(client, case, "leaves")) for _ in range(16)]
+        await until(lambda: rig.engine.load().num_waiting == len(streams))
+        await client.resume()
+        await until(lambda: adapters.get("leaves").num_running > 0)
+        await client.unload_adapter("leaves")
+        with pytest.raises(api.UnknownAdapter):
+            await answer(client, case, "leaves")
+        assert await asyncio.gather(*streams) == [case["tokens"]] * len(streams)
+        is_over, count = asyncio.Event(), Counter[str]()
+
+        async def answer_all(number: int) -> None:
+            while not is_over.is_set():
+                name = names[number % len(names)]
+                one = rng.choice(cases_of(name))
+                assert (await answer(client, one, name))[1] == one["tokens"], name
+                count["answers"] += 1
+
+        async def storm() -> None:
+            for turn in range(200):
+                name, folder = f"comes {rng.randrange(4)}", LORA / rng.choice(names)
+                work = rng.choice(("push", "load", "unload", "pin", "use"))
+                try:
+                    if work == "push":
+                        await client.push_adapter(name, folder, replace=rng.random() < 0.7)
+                    elif work == "load":
+                        await client.load_adapter(name, uri=f"file://{tmp_path / folder.name}")
+                    elif work == "unload":
+                        await client.unload_adapter(name)
+                    elif work == "pin":
+                        await client.pin_adapter(name, turn % 2 == 0)
+                    else:
+                        await answer(client, case, name)
+                except (api.UnknownAdapter, api.AdapterExists, api.TooManyAdapters) as error:
+                    count[type(error).__name__] += 1
+            is_over.set()
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(answer_all(number))
+            group.create_task(storm())
+        assert count["answers"] >= 4
+        assert set(count) >= {"answers", "UnknownAdapter", "AdapterExists"}
+        for info in adapters.list():
+            adapters.unload(info.name)
+        await asyncio.sleep(0)
+        gc.collect()
+        alive = [each for each in gc.get_objects() if isinstance(each, AdapterWeights)]
+        assert len(alive) <= 6  # the last steps and entries of the journal name their requests
         assert rig.engine.compiles_after_warmup == 0
