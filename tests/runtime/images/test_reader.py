@@ -182,6 +182,27 @@ def test_pictures_and_places_must_be_as_many(reader: ImageReader) -> None:
     assert place(reader, [1, 2]).media == ()
 
 
+def test_a_prompt_may_have_another_token_for_a_picture_than_its_embeddings(reader: ImageReader) -> None:
+    """As Llama 4's, of which neither is the other, and the token of embeddings is no place."""
+    written = 7
+    vision = dataclasses.replace(VISION, written_token_id=written)
+    other = ImageReader(vision, reader._processor, LIMITS)
+    assert (reader.image_token_id, other.image_token_id) == (PAD, written)
+    wide = encoded(stripes(40, 16))
+    placed = place(other, [1, written, 2], wide)
+    assert placed.token_ids == (1, *[PAD] * 10, 2)
+    assert [(item.start, item.num_tokens) for item in placed.media] == [(1, 10)]
+    assert refused(other, [1, written, written], wide) == [
+        ("media", "1 images, and the prompt has 2 places for them (token 7)")
+    ]
+    of_a_part = (
+        "the prompt has token 9, which stands for a part of a picture: "
+        "write token 7 in the place of a whole one"
+    )
+    for token_ids, pictures in (([1, PAD], [wide]), ([written, PAD], [wide]), ([PAD], [])):
+        assert refused(other, token_ids, *pictures) == [("media", of_a_part)]
+
+
 def test_a_place_for_a_video_is_refused(reader: ImageReader) -> None:
     ((field, described),) = refused(reader, [1, VIDEO, PAD], encoded(stripes()))
     assert field == "media"
