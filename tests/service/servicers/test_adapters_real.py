@@ -18,6 +18,7 @@ import penstock.client as api
 from penstock.runtime import Engine
 from penstock.runtime.requests.adapter import AdapterWeights
 from tests.service.rig import serving, until
+from tests.service.weights.brake import Brake
 from tests.support.goldens import GOLDEN, small_config
 
 pytestmark = pytest.mark.ci
@@ -89,7 +90,7 @@ async def streamed(client: api.AsyncClient, case: dict[str, Any], adapter: str) 
 
 
 @pytest.mark.sweep
-async def test_adapters_come_and_go_under_streams(tmp_path: Path) -> None:
+async def test_adapters_come_and_go_under_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter is unloaded under 16 streams. Then 200 loads, pushes, unloads and pins at random go on
     beside answers with adapters that stay. Every answer is PEFT's, what is refused has a typed error, and the
     server holds no adapter that is gone.
@@ -109,17 +110,22 @@ async def test_adapters_come_and_go_under_streams(tmp_path: Path) -> None:
         serving(Engine.from_pretrained(str(GOLDEN / MODEL), config)) as rig,
         api.AsyncClient(rig.server.address) as client,
     ):
-        adapters = rig.engine.adapters
+        adapters, brake = rig.engine.adapters, Brake(rig.engine, monkeypatch)
         await client.push_adapter("leaves", LORA / "patterns")
         case = cases_of("patterns")[0]
         await client.pause()
         streams = [asyncio.create_task(streamed(client, case, "leaves")) for _ in range(16)]
         await until(lambda: rig.engine.load().num_waiting == len(streams))
+        brake.hold(tokens_of=1)
         await client.resume()
-        await until(lambda: adapters.get("leaves").num_running > 0)
-        await client.unload_adapter("leaves")
-        with pytest.raises(api.UnknownAdapter):
-            await answer(client, case, "leaves")
+        try:
+            await brake.holding()
+            assert adapters.get("leaves").num_running > 0
+            await client.unload_adapter("leaves")
+            with pytest.raises(api.UnknownAdapter):
+                await answer(client, case, "leaves")
+        finally:
+            brake.release()
         assert await asyncio.gather(*streams) == [case["tokens"]] * len(streams)
         is_over, count = asyncio.Event(), Counter[str]()
 
