@@ -70,7 +70,7 @@ def test_a_run_has_all_tests_of_one_thing_that_is_built_and_none_of_the_others()
         {key(f"a.py::test[{number}]", shared=word).part(GOLDENS) for number in range(20)} for word in BUILT
     ]
     assert sorted(part for parts in drawn for part in parts) == list(range(SWEEP_PARTS))
-    for word, folder in BUILT.items():
+    for word, folder in ((word, folder) for word, folders in BUILT.items() for folder in folders):
         changes = touched([f"{folder}/file"], ROOT)
         assert [other for other in BUILT if key("a.py::test", shared=other) in changes] == [word]
         assert key("a.py::test") not in changes
@@ -110,6 +110,20 @@ def test_a_change_runs_the_sweep_of_what_mirrors_it(changed: str, test: str, run
     assert (key(test) in touched([changed], ROOT)) is runs
 
 
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ("clients/go/client.go", "Go"),
+        ("protos/penstock/v1/types.proto", "Go"),
+        ("tests/support/native/emulated/cpu.cc", "emulated AMX"),
+        ("runtime/penstock/runtime/ops/native/src/linear/linear.cc", "emulated AMX"),
+        ("docs/quickstart.md", None),
+    ],
+)
+def test_a_change_runs_what_is_built_of_it(changed: str, word: str | None) -> None:
+    assert touched([changed], ROOT).built == ({word} if word else set())
+
+
 def test_through_front_processes_every_test_is_drawn_unless_the_relay_has_changed() -> None:
     relay = touched(["service/penstock/service/relay/link.py"], ROOT)
     limits = touched(["service/penstock/service/limits/bounds.py"], ROOT)
@@ -140,7 +154,8 @@ def test_a_case_that_is_marked_but_is_not_there_is_told() -> None:
 
 def test_every_folder_and_file_that_the_rules_name_exists() -> None:
     together = [file for files in TOGETHER for file in files]
-    named = [*MIRRORED, *MIRRORED.values(), *BUILT.values(), *LONGEST, *APART, *together]
+    built = [folder for folders in BUILT.values() for folder in folders]
+    named = [*MIRRORED, *MIRRORED.values(), *built, *LONGEST, *APART, *together]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

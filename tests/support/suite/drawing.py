@@ -49,13 +49,13 @@ MIRRORED = {
 """The folder of tests for each folder of sources. Folders below these mirror each other. Encoders are tested
 in one file, the others of `families` by the goldens that they name.
 """
-BUILT: Mapping[str, str] = {
-    "grpcurl": "tools/go",
-    "Go": "clients/go",
-    "Java": "clients/java",
-    "emulated AMX": "runtime/penstock/runtime/ops/native/src",
+BUILT: Mapping[str, tuple[str, ...]] = {
+    "grpcurl": ("tools/go",),
+    "Go": ("clients/go", "protos"),  # whose code of the contract must be generated again
+    "Java": ("clients/java",),
+    "emulated AMX": ("runtime/penstock/runtime/ops/native/src", "tests/support/native/emulated"),
 }
-"""What tests of the sweep share that is built for a minute, and the folder whose changes run all of these
+"""What tests of the sweep share that is built for a minute, and the folders whose changes run all of these
 tests. Each of these is in another part, so that a run builds one of them.
 """
 WHOLE_PARTS = ("tests", "tests/runtime", "tests/service", "tests/clients")
@@ -139,7 +139,7 @@ def touched(changed: Iterable[str], root: Path) -> Touched:
         path = PurePosixPath(name)
         if path.suffix == ".md":
             pages.add(name)
-        built |= {word for word, folder in BUILT.items() if path.is_relative_to(folder)}
+        built |= {word for word, folders in BUILT.items() if any(map(path.is_relative_to, folders))}
         if name.startswith(f"{GOLDENS}/"):
             families.add(path.parts[2])
         if name.startswith(f"{FAMILIES}/") and (root / name).is_file():
