@@ -10,6 +10,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading import served_model
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.pooling import read_pooling, with_projections
 from penstock.runtime.loading.served_model import load_model
@@ -31,6 +32,22 @@ def test_the_context_that_is_asked_for_decides_on_longrope(tmp_path):
         model = load_model(str(path.parent), options, toy_backend(options))
         found[max_len] = rope_of(nnx.merge(model.graphdef, model.weights).config).serves_long
     assert found == {64: False, 65: True, None: True}  # the model's own context has 1024 tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("encoders/bert", "max_adapters: this model takes no adapters"),
+        ("llama", "adapter_experts: this model has no experts that adapters can change"),
+        ("llama4", "adapter_experts: this model has no experts that adapters can change"),
+        ("granite_moe", "adapter_experts: adapters cannot change this model's experts"),
+    ],
+)
+def test_adapters_that_a_model_cannot_have_are_refused_before_weights_are_read(name, told, monkeypatch):
+    monkeypatch.setattr(served_model, "load_leaves", lambda *args, **more: pytest.fail("weights are read"))
+    options = dataclasses.replace(CONFIG, max_adapters=2, adapter_experts=True)
+    with pytest.raises(ConfigError, match=told):
+        load_model(str(GOLDEN / name), options, toy_backend(options))
 
 
 def test_an_encoder_takes_as_long_texts_as_sentence_transformers(tmp_path, caplog):

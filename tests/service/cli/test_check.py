@@ -161,7 +161,11 @@ def test_heads(run: Run) -> None:
     ("name", "option", "told"),
     [
         ("encoders/bert", (), "max_adapters: this model takes no adapters"),
-        ("llama", ("--adapter-experts",), "adapter_experts: this model has no experts"),
+        (
+            "llama4",
+            ("--adapter-experts",),
+            "adapter_experts: this model has no experts that adapters can change",
+        ),
         (
             "granite_moe",
             ("--adapter-experts",),

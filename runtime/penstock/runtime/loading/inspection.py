@@ -24,6 +24,7 @@ from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
 from penstock.runtime.loading.served_model import (
     CheckpointFacts,
+    adapted_of,
     read_checkpoint,
     read_draft,
     reader_of,
@@ -35,7 +36,6 @@ from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import pack_code_rows
 from penstock.runtime.models.params import (
     abstract_model,
-    adapted_model,
     leaf_shapes,
     load_rules,
     model_dtype,
@@ -279,13 +279,11 @@ def _inspection(
 def _adapter_bytes(
     config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat, options: EngineConfig
 ) -> int:
-    """Count the bytes of the places for adapters. ConfigError where the model cannot have any."""
-    if not options.max_adapters:
+    """Count the bytes of the places for adapters. ConfigError: see `adapted_of`."""
+    adapted = adapted_of(config, dtype, linear, options)
+    if adapted is None:
         return 0
-    if config.encoder is not None:
-        raise ConfigError("max_adapters: this model takes no adapters")
-    size = adapted_model(config, dtype, linear, experts=options.adapter_experts).size
-    return (options.max_adapters + 1) * size * options.max_adapter_rank * dtype.itemsize
+    return (options.max_adapters + 1) * adapted.size * options.max_adapter_rank * dtype.itemsize
 
 
 def _served_cache_bytes(

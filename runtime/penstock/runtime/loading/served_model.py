@@ -286,6 +286,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     directory = resolve_model(model)
     facts = read_checkpoint(directory, config, backend)
     read = None if config.draft_model is None else read_draft(config.draft_model, facts, config, backend)
+    adapted = adapted_of(facts.config, facts.dtype, facts.linear, config)  # refused before weights are read
     draft = None if read is None else _load_draft(read, facts.config, config, backend)
     stages = stages_of(facts.config, config.pipeline_parallel_size)
     own, devices = own_devices(backend.mesh), backend.mesh.size
@@ -299,7 +300,8 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         threads=config.threads or available_processors(),
     )
     host_memory.give_back()
-    return dataclasses.replace(_served(model, directory, config, facts, leaves, draft), stages=stages)
+    served = _served(model, directory, config, facts, leaves, adapted, draft)
+    return dataclasses.replace(served, stages=stages)
 
 
 def _home(stages: tuple[Stage, ...], backend: Backend, path: ParamPath) -> NamedSharding:
@@ -320,7 +322,8 @@ def shapes_of_model(model: str, config: EngineConfig, backend: Backend) -> Serve
         return placed_shapes(facts.config, facts.dtype, facts.linear, backend.mesh)
 
     draft = None if read is None else _draft_of(read, shapes(read.facts), facts.config)
-    return _served(model, directory, config, facts, shapes(facts), draft)
+    adapted = adapted_of(facts.config, facts.dtype, facts.linear, config)
+    return _served(model, directory, config, facts, shapes(facts), adapted, draft)
 
 
 def placed_shapes(
@@ -340,10 +343,10 @@ def _served(
     config: EngineConfig,
     facts: CheckpointFacts,
     leaves: Mapping[Any, Any],
-    draft: DraftModel | None = None,
+    adapted: AdaptedModel | None,
+    draft: DraftModel | None,
 ) -> ServedModel:
     graphdef, shapes = abstract_model(facts.config, facts.dtype, facts.linear)
-    takes_adapters = bool(config.max_adapters) and facts.config.encoder is None
     return ServedModel(
         name=config.served_model_name or (model if not Path(model).exists() else directory.resolve().name),
         architecture=facts.config.architecture,
@@ -368,13 +371,24 @@ def _served(
         pooling=facts.pooling,
         answer_token_ids=facts.answer_token_ids,
         reader=reader_of(facts.config),
-        adapted=_adapted(facts, config) if takes_adapters else None,
+        adapted=adapted,
         draft=draft or _heads(facts.config),
     )
 
 
-def _adapted(facts: CheckpointFacts, config: EngineConfig) -> AdaptedModel:
-    return adapted_model(facts.config, facts.dtype, facts.linear, experts=config.adapter_experts)
+def adapted_of(
+    config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat, options: EngineConfig
+) -> AdaptedModel | None:
+    """Return what adapters may change; None if none are asked for. ConfigError where the model cannot have
+    any, or cannot have its experts changed.
+    """
+    if not options.max_adapters:
+        return None
+    if config.encoder is not None:
+        raise ConfigError("max_adapters: this model takes no adapters")
+    adapted = adapted_model(config, dtype, linear, experts=options.adapter_experts)
+    adapted.check_experts()
+    return adapted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,6 +413,7 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
         dtype=np.dtype(target.dtype).name,
         max_model_len=options.max_model_len or target.usual_length,
         max_adapters=0,
+        adapter_experts=False,
         adapter_dir=None,
         generation_config=None,
     )

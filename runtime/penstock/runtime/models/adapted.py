@@ -31,11 +31,7 @@ class AdapterSizes:
     with_experts: int
 
     def of(self, *, experts: bool) -> int:
-        """Return the units of adapters that may change experts, or may not. ConfigError for a model that has
-        none to change.
-        """
-        if experts and self.with_experts == self.without_experts:
-            raise ConfigError("adapter_experts: this model has no experts")
+        """Return the units of adapters that may change experts, or may not."""
         return self.with_experts if experts else self.without_experts
 
 
@@ -130,18 +126,22 @@ class AdaptedModel:
 
     @property
     def size(self) -> int:
-        """How many units an adapter takes on a device. ConfigError if adapters were to change experts, and
-        cannot.
-        """
-        size = self.sizes.of(experts=self.takes_experts)
-        if self.takes_experts and not any(
+        """How many units an adapter takes on a device."""
+        return self.sizes.of(experts=self.takes_experts)
+
+    def check_experts(self) -> None:
+        """Raise ConfigError if adapters are to change experts, and cannot."""
+        if not self.takes_experts:
+            return
+        if not self.has_experts:
+            raise ConfigError("adapter_experts: this model has no experts that adapters can change")
+        if not any(
             part.place.begin >= self.sizes.without_experts
             for layer in self.layers.values()
             for part in layer.parts
         ):
             described = "adapters cannot change this model's experts as the checkpoint has them"
             raise ConfigError(f"adapter_experts: {described}")
-        return size
 
     @property
     def has_experts(self) -> bool:
