@@ -137,6 +137,16 @@ def test_a_draft_model(run: Run) -> None:
     assert (code, "draft_model: needs the whole checkpoint" in error) == (1, True)
 
 
+def test_a_draft_has_no_adapters(run: Run) -> None:
+    """Also where those of the model change experts."""
+    draft = ("--draft-model", str(GOLDEN / "qwen3"))
+    code, out, _ = run(
+        str(GOLDEN / "qwen3_moe"), "--json", "--max-adapters", "3", "--adapter-experts", *draft
+    )
+    facts = json.loads(out)
+    assert (code, facts["draft_bytes"] > 0, facts["adapter_bytes"] > 0) == (0, True, True)
+
+
 def test_heads(run: Run) -> None:
     """A token has 48 numbers of latent attention in the head, as in each of three layers, and 48 of a hidden
     state.
