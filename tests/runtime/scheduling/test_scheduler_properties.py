@@ -263,6 +263,7 @@ def apply_all(events: Iterable[Event], traffic: Traffic) -> None:
 @given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 80), speculates=st.booleans())
 @example(seed=892, num_events=10, speculates=True)  # a draft was asked for a row under a constraint
 @example(seed=196, num_events=10, speculates=True)  # the pages of refused tokens were kept for a chunk
+@example(seed=134, num_events=17, speculates=False)  # the first in rank began with pages of the same step
 def test_random_traffic(seed, num_events, speculates):
     """With a proposer or without: what it proposes may be right, wrong, too much, or no token at all; or a
     draft model guesses in the step, rightly or wrongly.

@@ -522,11 +522,17 @@ class Traffic:
 
     def check_shares(self, plan: Plan) -> None:
         """However many prompts are computed at once, the first of them in rank gets all it needs or most of
-        the step.
+        the step, unless another one computes in this step what it begins with: then it gets what that leaves.
         """
         chunks = [(self.active[row.request_id], row) for row in plan.rows if row.token_ids is not None]
         if chunks:
             first, row = min(chunks, key=lambda chunk: chunk[0].rank)
+            if any(
+                other.start < row.start <= other.start + other.num_tokens
+                and tracked.known[: row.start] == first.known[: row.start]
+                for tracked, other in chunks
+            ):
+                return
             left = self.budget - (plan.num_tokens - plan.num_prompt_tokens)
             most = self.config.max_prefill_chunk or left
             wanted = min(len(first.known) - first.computed, most, left - left // 4)
