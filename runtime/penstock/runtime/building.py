@@ -357,11 +357,14 @@ def with_whole_texts(model: ServedModel, options: EngineConfig, backend: Backend
 
 
 def laid_out(model: ServedModel, backend: Backend) -> ServedModel:
-    """Return the model, and its draft, with caches as the platform stores them (`CacheSpec.laid_out`)."""
+    """Return the model, its draft and its stages with caches as the platform stores them
+    (`CacheSpec.laid_out`).
+    """
     draft, lanes = model.draft, backend.lanes
     if draft is not None:
         draft = dataclasses.replace(draft, cache=draft.cache.laid_out(lanes))
-    return dataclasses.replace(model, cache=model.cache.laid_out(lanes), draft=draft)
+    stages = (dataclasses.replace(stage, cache=stage.cache.laid_out(lanes)) for stage in model.stages)
+    return dataclasses.replace(model, cache=model.cache.laid_out(lanes), draft=draft, stages=tuple(stages))
 
 
 def _free_bytes(

@@ -8,12 +8,16 @@ import re
 import numpy as np
 import pytest
 
+from penstock.runtime.building import laid_out
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.inspection import inspect_config
 from penstock.runtime.models.params import leaf_shapes
 from penstock.runtime.models.stages import home_of, largest_groups, stages_of
+from penstock.runtime.planning.absent import model_of_shapes
 from tests.support.goldens import GOLDEN
+from tests.support.models.toy import toy_backend
 
 
 def with_layers(name, count):
@@ -118,3 +122,16 @@ def test_options_that_do_not_go_with_stages_are_named(options, problem):
     EngineConfig(**options)
     with pytest.raises(ConfigError, match=f"{problem} where pipeline_parallel_size is above 1"):
         EngineConfig(**options, pipeline_parallel_size=2)
+
+
+def test_stages_keep_rows_as_wide_as_those_of_the_whole_model():
+    """On TPUs, and in what `penstock check` says of them."""
+    backend = dataclasses.replace(toy_backend(), lanes=128)
+    options = EngineConfig(pipeline_parallel_size=2, page_size=16)
+    config = load_config(GOLDEN / "llama")
+    whole = model_of_shapes(config, EngineConfig(max_model_len=64), backend)
+    model = laid_out(dataclasses.replace(whole, stages=stages_of(config, 2)), backend)
+    arrays = [cache.arrays((3,), 16, 4, np.dtype(np.float32)) for cache in model.caches]
+    assert [[array and array.shape[4] for array in each] for each in arrays] == [[128, ()], [(), 128]]
+    told = inspect_config(GOLDEN / "llama" / "config.json", options, backend)
+    assert sum(stage.page_bytes for stage in told.stages) == told.page_bytes == 2 * 2 * 2 * 16 * 128 * 4

@@ -184,12 +184,14 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     draft = None
     if options.draft_model is not None:
         draft = read_draft(options.draft_model, facts, options, backend).facts
-    cache = _whole_cache(config) if draft is None else config.cache.followed_by(draft.config.cache)
-    cache = cache.laid_out(backend.lanes)
+    found = _inspection(config, facts.dtype, facts.linear, options, backend)
+    cache = found.cache
+    if draft is not None:
+        cache = config.cache.followed_by(draft.config.cache).laid_out(backend.lanes)
     kv_dtype = cache_dtype(options.kv_cache_dtype, facts.dtype)
     resolved = resolve(options, backend.sizes, defaults=facts.defaults)
     return replace(
-        _inspection(config, facts.dtype, facts.linear, options),
+        found,
         num_parameters=sum(math.prod(tensor.shape) for tensor in facts.rules.tensors),
         max_model_len=options.max_model_len or facts.usual_length,
         has_weights=True,
@@ -225,12 +227,16 @@ def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspe
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
     usual = backend.linear_format(dtype, options.quantization)
-    found = _inspection(config, dtype, format_for(usual, {}, partial(load_rules, config, dtype)), options)
-    return replace(found, cache=found.cache.laid_out(backend.lanes))
+    linear = format_for(usual, {}, partial(load_rules, config, dtype))
+    return _inspection(config, dtype, linear, options, backend)
 
 
 def _inspection(
-    config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat, options: EngineConfig
+    config: ModelConfig,
+    dtype: np.dtype[np.generic],
+    linear: LinearFormat,
+    options: EngineConfig,
+    backend: Backend,
 ) -> Inspection:
     """Return what a model's config says."""
     vision = config.vision
@@ -242,7 +248,7 @@ def _inspection(
             begin=stage.begin,
             end=stage.end,
             weight_bytes=_bytes_on_one([leaves[path] for path in leaves if stage.has(path)], config),
-            page_bytes=stage.cache.page_bytes(options.page_size, kv_dtype),
+            page_bytes=stage.cache.laid_out(backend.lanes).page_bytes(options.page_size, kv_dtype),
             state_bytes=stage.cache.slot_bytes,
         )
         for stage in stages_of(config, options.pipeline_parallel_size)
@@ -264,7 +270,7 @@ def _inspection(
         is_packed=linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         max_model_len=options.max_model_len or config.max_position_embeddings,
-        cache=_whole_cache(config),
+        cache=_whole_cache(config).laid_out(backend.lanes),
         reader=reader_of(config),
         page_size=options.page_size,
         eos_token_ids=config.eos_token_ids,

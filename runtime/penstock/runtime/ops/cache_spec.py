@@ -267,12 +267,10 @@ class CacheSpec:
         """Return the same cache with KV rows whose width is a multiple of so many channels, of which those
         behind the model's own are zeros. Rows in int8 stay as they are.
         """
-        return CacheSpec(
-            tuple(
-                layer if isinstance(layer, SlotState) else replace(layer, lanes=lanes)
-                for layer in self.layers
-            )
+        layers = (
+            layer if isinstance(layer, SlotState) else replace(layer, lanes=lanes) for layer in self.layers
         )
+        return replace(self, layers=tuple(layers))
 
     @property
     def has_state(self) -> bool:
