@@ -330,7 +330,7 @@ class Traffic:
         if num_decodes and prefill_budget is not None:
             # The limit lies between that for all waiting prompts that may enter and that for none of them.
             waiting, free = len(active) - len(running), self.config.max_num_seqs - len(running)
-            num_prefills = sum(not t.decoding for t in running)
+            num_prefills = sum(not t.decoding for t in self.in_turn(plan, running))
             most, self.budget = (
                 min(self.budget, num_decodes + int(prefill_budget * max(num_prompts, 1) ** 0.5))
                 for num_prompts in (num_prefills + min(waiting, free), num_prefills)
@@ -367,6 +367,10 @@ class Traffic:
         self.check_shares(plan)
         for row in plan.rows:
             self.check_row(row, active[row.request_id], plan)
+
+    def in_turn(self, plan: Plan, running: list[Tracked]) -> list[Tracked]:
+        """Return those of the running requests that this plan, which has decodes, may have rows for."""
+        return running
 
     def check_window(self, plan: Plan, max_steps: int) -> None:
         assert 1 <= plan.num_steps <= max_steps
