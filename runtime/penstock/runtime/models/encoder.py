@@ -85,7 +85,9 @@ class Encoder(PooledModel):
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels compute all of it: there are none for attention that looks both ways."""
+        """Whether native kernels compute all of it: XLA computes norms with a bias, and nothing is promised
+        of an encoder's bits.
+        """
         return False
 
     def __call__(

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOptions
+from penstock.runtime.ops.kv_rows import kv_storage_dtype
 from penstock.runtime.ops.native.attention import native_paged_attention, supports
 
 WIDTH = 64
@@ -108,10 +109,10 @@ def attend_both_ways(
 
 def pages_of_texts(num_tokens: int, num_rows: int, kv_heads: int, dim: int, dtype: np.dtype[Any]) -> Array:
     """Make the pages that `attend_natively` writes keys and values into, which layers may hand to each other:
-    enough for `num_tokens` tokens in `num_rows` texts, zeros in `dtype`.
+    enough for `num_tokens` tokens in `num_rows` texts of a model in `dtype`, filled with zeros.
     """
     num_pages = min(num_tokens, num_tokens // PAGE_SIZE + num_rows)
-    return jnp.zeros((num_pages, 2, kv_heads, PAGE_SIZE, dim), dtype)
+    return jnp.zeros((num_pages, 2, kv_heads, PAGE_SIZE, dim), kv_storage_dtype(dtype))
 
 
 def attend_natively(
@@ -136,7 +137,7 @@ def attend_natively(
 
 def can_attend_natively(num_heads: int, dim: int, dtype: np.dtype[Any]) -> bool:
     """Say whether the native kernels can attend with so many heads of `dim` channels in `dtype`."""
-    cache = jax.ShapeDtypeStruct((1, 2, 1, PAGE_SIZE, dim), dtype)
+    cache = jax.ShapeDtypeStruct((1, 2, 1, PAGE_SIZE, dim), kv_storage_dtype(dtype))
     return supports(jax.ShapeDtypeStruct((1, num_heads, dim), dtype), cache)
 
 
