@@ -20,18 +20,19 @@ CUT = PartitionSpec(AXIS)
 """Of arrays with an entry for each device."""
 JOINED = PartitionSpec(AXIS, None)
 """Of arrays whose first axis is cut, as that of the cache is. XLA's TPU backend copies a donated array if an
-axis is taken from it and given back."""
+axis is taken from it and given back. JAX places such arrays as it places those that are `CUT`, but the two
+are not equal."""
 WHOLE = PartitionSpec()
 """Of arrays that are the same on all devices."""
 
 
 def cut_sharding(mesh: Mesh) -> NamedSharding:
-    """Tell where weights and cache lie: on a mesh of one device they have no axis more."""
+    """Tell where weights and adapters lie: on a mesh of one device they have no axis more."""
     return NamedSharding(mesh, CUT if mesh.size > 1 else WHOLE)
 
 
 def joined_sharding(mesh: Mesh) -> NamedSharding:
-    """Tell where the cache lies."""
+    """Tell where the cache lies: on a mesh of one device it is whole."""
     return NamedSharding(mesh, JOINED if mesh.size > 1 else WHOLE)
 
 
