@@ -345,11 +345,14 @@ def _whole(
     wanted: NDArray[np.float32], tiles: int
 ) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[np.float32]]:
     """Find whole numbers for [N, groups] that are not negative, their factors [N, tiles], and the products of
-    both. A factor is not finite where one of its group's numbers is not.
+    both. A factor is not finite where one of its group's numbers is not. It is rounded up: small ones, which
+    float16 has in coarse steps, would else become 0, or cut off the largest numbers.
     """
     of_tiles = wanted.reshape(len(wanted), tiles, -1)
+    least = of_tiles.max(axis=2) / np.float32(MOST_NESTED)
     with np.errstate(over="ignore"):
-        factors = (of_tiles.max(axis=2) / np.float32(MOST_NESTED)).astype(np.float16)
+        factors = least.astype(np.float16)
+        factors = np.where(factors < least, np.nextafter(factors, np.float16(np.inf)), factors)
     numbers = np.clip(np.rint(_divided(of_tiles, factors.astype(np.float32))), 0, MOST_NESTED).astype(np.int8)
     with np.errstate(invalid="ignore"):
         products = numbers * factors.astype(np.float32)[:, :, None]
