@@ -106,10 +106,13 @@ class Line:
 
     def multiplied(self, isa: Isa) -> Multiplied:
         """Name what the kernel for an instruction set multiplies. Integers of fewer bits are widened to int8,
-        and small floats to bfloat16. Attention widens an int8 cache: AMX's to bfloat16, the others to int16.
+        and small floats to bfloat16. With int8 weights AMX multiplies both bytes of activations of 16 bits,
+        which takes as many products as bfloat16 does. Attention widens an int8 cache: AMX's to bfloat16, the
+        others to int16.
         """
         if self.kind == "product":
-            return "bfloat16" if self.format in ("bfloat16", "mxfp4", "fp8") else "int8"
+            floats = ("bfloat16", "mxfp4", "fp8", *(("int8",) if isa == Isa.AMX else ()))
+            return "bfloat16" if self.format in floats else "int8"
         if self.format == "bfloat16":
             return self.format
         return "bfloat16" if isa == Isa.AMX else "int16"

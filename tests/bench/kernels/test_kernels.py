@@ -151,6 +151,8 @@ def test_everybody_is_compared_with_the_limits_of_what_multiplies():
     for each, best in ((weights, 5e9), (decode_line("0.6B", "int8", 1, 64), 4e9)):
         avx2, avx512 = results((each, seconds), machine)
         assert (avx2.machine.operations_per_s, avx512.machine.operations_per_s) == (2e9, best)
+    assert weights.multiplied(Isa.AMX) == "bfloat16"  # two products of bytes take as long
+    assert product_line("0.6B", Product("o", 32, 64), "int4", 1).multiplied(Isa.AMX) == "int8"
     with pytest.raises(ValueError, match="nothing is known of multiplying bfloat16"):
         results((line, {"AVX2": 1.0}), Limits(10e9, {}))
 

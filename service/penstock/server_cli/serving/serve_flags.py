@@ -361,8 +361,8 @@ def add_engine(flag: AddFlag) -> None:
     flag("dtype", "auto: the checkpoint's", choices=DTYPES)
     flag(
         "quantization",
-        "int8: weights and activations of linear layers have 8 bits; int4: weights have 4, except embeddings "
-        "and heads",
+        "int8: weights of linear layers have 8 bits, and activations 8 or 16 where native kernels multiply "
+        "them; int4: weights have 4, except embeddings and heads",
         choices=QUANTIZATIONS,
     )
     flag(

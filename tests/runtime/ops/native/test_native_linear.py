@@ -16,7 +16,7 @@ import pytest
 
 from penstock.runtime.ops.codes import FLOAT_FORMS, FORMS, GROUP, NESTED_FORMS, CodeForm, pack_codes
 from penstock.runtime.ops.native import library
-from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
+from penstock.runtime.ops.native.linear import Packed, can_pack, linear, pack, packed_shape, quantize, unpack
 from tests.support.native.codes import code_leaf, nested, small_floats, stands_for
 from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
 from tests.support.suite.drawing import few
@@ -334,6 +334,19 @@ def test_int8_sums_are_exact(inner: int, least: int) -> None:
     weight = Packed(jnp.asarray(pack(values)), jnp.ones(32, jnp.float32))
     got = linear(jnp.asarray(x.astype(BF16)), (weight,), num_rows=jnp.int32(37), out_dtype=np.float32)
     np.testing.assert_array_equal(np.asarray(got), (x @ values.T.astype(np.int64)).astype(np.float32))
+
+
+def test_sums_of_int8_with_the_most_inputs_that_are_packed_fit_into_an_int32() -> None:
+    """Both bytes of each number of 16 bits have the largest size."""
+    most = 1 << 17
+    assert can_pack(16, most)
+    assert not can_pack(16, most + 64)
+    x = np.full((2, most), -1, BF16)
+    x[1], x[1, 0] = BF16(-255 / 256), 1
+    weight = Packed(jnp.asarray(pack(np.full((16, most), 127, np.int8))), jnp.ones(16, jnp.float32))
+    got = linear(jnp.asarray(x), (weight,), num_rows=jnp.int32(2), out_dtype=np.float32)
+    expected = 127 * wide(x).sum(axis=1, keepdims=True)
+    assert (np.abs(wide(got) - expected) <= 2.0**-12 * np.abs(expected)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,6 +30,8 @@ from penstock.runtime.ops.native.activations import ACTIVATIONS, Activation
 BLOCK_OUT = 16
 _BF16_IN, _INT8_IN = 32, 64
 """Inputs of a tile, in bfloat16 and in int8."""
+_MOST_IN = 1 << 17
+"""The inputs whose products of two int8, at most 128 * 127 each, an int32 can sum, as AMX does for a row."""
 _QUANTIZED_AT_ONCE = 1 << 18
 """How many weights are quantized at once, so that intermediate values stay in the second-level cache."""
 
@@ -69,8 +71,10 @@ class NormOptions(TypedDict, total=False):
 
 
 def can_pack(out_size: int, in_size: int) -> bool:
-    """Say whether a weight [out_size, in_size] can be cut into tiles, in either format."""
-    return out_size % BLOCK_OUT == 0 and in_size % _INT8_IN == 0
+    """Say whether the kernels multiply a weight [out_size, in_size] in either format: it can be cut into
+    tiles, and no sum of so many products overflows.
+    """
+    return out_size % BLOCK_OUT == 0 and in_size % _INT8_IN == 0 and in_size <= _MOST_IN
 
 
 def packed_shape(out_size: int, in_size: int, *, int8: bool) -> tuple[int, ...]:
