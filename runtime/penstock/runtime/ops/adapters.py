@@ -25,6 +25,8 @@ from jax import Array, lax
 
 _MOST_GATHERED = 1 << 24
 """The most values of a matrix that are gathered at a time: 64 MiB in float32."""
+_LEAST_AT_ONCE = 16
+"""But those of so many tokens are gathered together: of very few tokens XLA adds up in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +144,27 @@ def where_any(
 ) -> Array:
     """Compute made(x, rows), x [T, ...] -> float32 [T, *shape], if any token has an adapter; else return
     zeros. `made` gathers the matrices of `place` for each token, so it is given some tokens at a time where
-    all of them would take much memory.
+    all of them would take much memory. On CPUs a token has the same bits in either case.
     """
-    at_once = max(1, _MOST_GATHERED // (max(place.in_size, *place.parts) * rows.rank))
+    count = x.shape[0]
+    at_once = max(_LEAST_AT_ONCE, _MOST_GATHERED // (max(place.in_size, *place.parts) * rows.rank))
+    turns = -(-count // at_once)
 
-    def of_one(each: tuple[Array, Array, Array | None]) -> Array:
-        token, slot, expert = each
-        own = rows._replace(slots=slot[None], experts=None if expert is None else expert[None])
-        return made(token[None], own)[0]
+    def cut(values: Array) -> Array:
+        """Cut what tokens have into parts of equal size, of which the last one may end in zeros."""
+        size = -(-count // turns)
+        filled = jnp.pad(values, ((0, turns * size - count), *((0, 0),) * (values.ndim - 1)))
+        return filled.reshape(turns, size, *values.shape[1:])
+
+    def of_some(each: tuple[Array, Array, Array | None]) -> Array:
+        some, slots, experts = each
+        return made(some, rows._replace(slots=slots, experts=experts))
 
     def of_all() -> Array:
-        if x.shape[0] <= at_once:
+        if turns == 1:
             return made(x, rows)
-        in_turn: Array = lax.map(of_one, (x, rows.slots, rows.experts), batch_size=at_once)
-        return in_turn
+        in_turn: Array = lax.map(of_some, jax.tree.map(cut, (x, rows.slots, rows.experts)))
+        return in_turn.reshape(-1, *shape)[:count]
 
     with jax.named_scope("adapters"):
         found: Array = lax.cond(rows.are_any, of_all, lambda: jnp.zeros((x.shape[0], *shape), jnp.float32))
