@@ -322,6 +322,20 @@ def test_a_draft_reads_as_much_as_its_model() -> None:
         read_draft(folder, short, config, toy_backend())
 
 
+def test_a_draft_takes_no_adapters_where_its_model_takes_some() -> None:
+    folder = str(GOLDEN / "qwen3")
+    config = EngineConfig(
+        dtype="float32",
+        speculation="draft",
+        draft_model=folder,
+        max_adapters=2,
+        adapter_dir=GOLDEN,
+        adapter_experts=True,
+    )
+    target = read_checkpoint(Path(folder), config, toy_backend())
+    assert read_draft(folder, target, config, toy_backend()).facts.config == target.config
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

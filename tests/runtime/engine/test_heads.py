@@ -33,6 +33,7 @@ from penstock.runtime.loading.served_model import (
     load_model,
     read_checkpoint,
     read_draft,
+    served_config,
     why_no_draft,
 )
 from penstock.runtime.models.params import load_rules
@@ -237,6 +238,14 @@ def test_what_is_refused(name: str, options: dict[str, Any], error: type[Excepti
     """Before any weights are read."""
     with pytest.raises(error, match=problem):
         load_model(str(GOLDEN / name), dataclasses.replace(FLOAT32, **options), toy_backend())
+
+
+def test_heads_need_a_layer_without_a_window() -> None:
+    """They have the pages of the first group of layers, and pages behind a window are given back."""
+    config = load_config(GOLDEN / "mistral_swa")
+    config = dataclasses.replace(config, predictor=config.layers[-1])
+    with pytest.raises(ConfigError, match="speculation: all layers of MistralForCausalLM have a sliding"):
+        served_config(config, FLOAT32)
 
 
 def test_heads_of_a_gguf_file_are_refused() -> None:

@@ -260,6 +260,11 @@ def _with_heads(config: ModelConfig, options: EngineConfig) -> ModelConfig:
         )
     if (options.tensor_parallel_size or 1) > 1:
         raise ConfigError("speculation: heads need one device: set tensor_parallel_size to 1")
+    if config.cache.windows[0] is not None:
+        raise ConfigError(
+            f"speculation: all layers of {config.architecture} have a sliding window, so pages behind it are "
+            "given back, which heads would need"
+        )
     return dataclasses.replace(config, predicts=True)
 
 
@@ -415,6 +420,7 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
         max_adapters=0,
         adapter_experts=False,
         adapter_dir=None,
+        adapter_experts=False,
         generation_config=None,
     )
     try:
@@ -449,7 +455,10 @@ def _why_no_target(target: ModelConfig) -> str:
     if not target.generates:
         return "the model that is served generates nothing"
     if target.cache.has_state:
-        return "the model that is served has a recurrent state, for which only lookup proposes tokens"
+        return (
+            "the model that is served has a recurrent state, so only lookup, and heads of its checkpoint, "
+            "guess for it"
+        )
     if target.cache.windows[0] is not None:
         return (
             "all layers of the model that is served have a sliding window, so pages behind it are given back"
