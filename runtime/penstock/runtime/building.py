@@ -376,11 +376,6 @@ def _free_bytes(
     """
     if config.kv_cache_bytes is not None or backend.memory() is None:
         return None
-    if model.stages:
-        raise ConfigError(
-            "kv_cache_bytes: must be given where pipeline_parallel_size is above 1, because the memory that "
-            "is left on the devices of the stages differs"
-        )
     probe = DeviceState(model.graphdef, model.weights, model.cache, shapes, backend, model.draft)
     peak_bytes = peak_temp_bytes(probe.builder((_PROBE_PAGES,) * len(model.cache.windows)))
     memory = backend.memory()  # while the probe holds the arrays for sampling that the runner will hold too

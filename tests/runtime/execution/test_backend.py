@@ -4,6 +4,7 @@ place that asks for the platform.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -240,7 +241,15 @@ def test_a_model_is_cut_over_as_many_devices_as_the_operator_says() -> None:
 
 
 def test_each_stage_has_devices_of_its_own() -> None:
+    """On accelerators the size of the cache must be given, which is said before any weights are read."""
     devices = jax.devices("cpu")
+    options = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2, kv_cache_bytes=GIB)
+    four = [Accelerator({"bytes_limit": 80 * GIB, "bytes_in_use": 0}, id=number) for number in range(4)]
+    backend = choose_backend(options, *cast("Any", four))
+    assert [stage.devices.tolist() for stage in backend.stages] == [four[:2], four[2:]]
+    assert backend.of_stage(1).devices == four[2:]
+    with pytest.raises(ConfigError, match="kv_cache_bytes: must be given where pipeline_parallel_size"):
+        choose_backend(dataclasses.replace(options, kv_cache_bytes=None), *cast("Any", four))
     with pytest.raises(ConfigError, match="pipeline_parallel_size: 4 devices are needed, and 3 are here"):
         choose_backend(
             EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2),

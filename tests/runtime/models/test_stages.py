@@ -3,7 +3,9 @@ is refused.
 """
 
 import dataclasses
+import random
 import re
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -93,6 +95,37 @@ def test_layers_that_share_keys_and_values_are_in_one_stage():
     stages = stages_of(config, 2)
     assert [(stage.begin, stage.end) for stage in stages] == [(0, 2), (2, 6)]
     assert [stage.cache.kept for stage in stages] == [range(2), range(2, 4)]
+    assert [(stage.begin, stage.end) for stage in stages_of(config, 3)] == [(0, 1), (1, 2), (2, 6)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_model_is_cut_wherever_that_can_be(seed):
+    """It is refused only if no cut of all keeps layers together that share keys and values."""
+    draw = random.Random(seed)
+    plain = dataclasses.replace(with_layers("llama", 1).layers[0], shares_kv_of=None)
+    layers = [plain]
+    for number in range(1, draw.randint(2, 9)):
+        owners = [i for i in range(number) if layers[i].shares_kv_of is None]
+        shares = draw.choice(owners) if draw.random() < 0.3 else None
+        layers.append(dataclasses.replace(plain, shares_kv_of=shares))
+    config = dataclasses.replace(with_layers("llama", 1), layers=tuple(layers))
+
+    def holds(begins):
+        home = [sum(number >= begin for begin in begins) for number in range(len(layers))]
+        return all(
+            layer.shares_kv_of is None or home[layer.shares_kv_of] == home[number]
+            for number, layer in enumerate(layers)
+        )
+
+    for count in range(2, len(layers) + 1):
+        if not any(map(holds, combinations(range(1, len(layers)), count - 1))):
+            with pytest.raises(ConfigError, match="so stages can begin only at"):
+                stages_of(config, count)
+            continue
+        begins = [stage.begin for stage in stages_of(config, count)]
+        assert holds(begins[1:])
+        assert begins == sorted({0, *begins})
+        assert len(begins) == count
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,8 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
     or one, for each stage. This also limits the native kernels to the engine's threads. `memory` is that of
     accelerators that are not there, for which programs are compiled all the same; others tell it themselves.
 
-    Raises ConfigError if there are too few devices, and if the native kernels are required and cannot be
-    used.
+    Raises ConfigError if there are too few devices, if the native kernels are required and cannot be used,
+    and if nobody says how large the cache is on accelerators that have stages.
     """
     size, num_stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size
     if size * num_stages > len(devices):
@@ -209,6 +209,11 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
         raise ConfigError("native: require does not go with context_parallel, whose attention XLA computes")
     found = _of_platform(config, devices[:size], memory)
     if num_stages > 1:
+        if config.kv_cache_bytes is None and found.memory() is not None:
+            raise ConfigError(
+                "kv_cache_bytes: must be given where pipeline_parallel_size is above 1, because the memory "
+                "that is left on the devices of the stages differs"
+            )
         begins = range(0, size * num_stages, size)
         found = replace(found, stages=tuple(mesh_of(devices[i : i + size]) for i in begins))
     return _with_dealt_pages(found) if config.context_parallel else found

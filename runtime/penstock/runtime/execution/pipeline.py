@@ -98,10 +98,14 @@ class PipelineState(DeviceState):
 
     def offload_weights(self) -> int:
         """See `DeviceState`."""
-        return super().offload_weights() + sum(state.offload_weights() for state in self.before)
+        try:
+            return super().offload_weights() + sum(state.offload_weights() for state in self.before)
+        except BaseException:
+            self.restore_weights()  # of the stages before the one that failed
+            raise
 
     def restore_weights(self) -> None:
-        """See `DeviceState`."""
+        """See `DeviceState`. If this raises, some stages have theirs, and a further call moves the others."""
         super().restore_weights()
         for state in self.before:
             state.restore_weights()

@@ -90,13 +90,16 @@ def _cuts(model: ModelConfig, count: int) -> list[int]:
         for begin in range(1, len(owners))
         if not any(owner is not None and owner < begin for owner in owners[begin:])
     ]
-    even = [number * least + min(number, more) for number in range(1, count)]
-    cuts = [min(allowed, key=lambda begin: abs(begin - wanted), default=0) for wanted in even]
-    if any(one >= other for one, other in pairwise((0, *cuts))):
+    if len(allowed) < count - 1:
         raise ConfigError(
             f"pipeline_parallel_size: {model.architecture} cannot be cut into {count} stages: layers attend "
             f"to keys and values of layers before, so stages can begin only at {allowed or 'none'}"
         )
+    cuts: list[int] = []
+    for number in range(1, count):
+        wanted, last = number * least + min(number, more), cuts[-1] if cuts else 0
+        left = allowed[: len(allowed) - (count - 1 - number)]  # so many further ones begin behind it
+        cuts.append(min((begin for begin in left if begin > last), key=lambda begin: abs(begin - wanted)))
     return cuts
 
 
