@@ -92,12 +92,12 @@ def build(
     log_of_calls: DispatchLog | None = None,
 ) -> EngineParts:
     """Size the KV cache and everything that depends on it, and make the parts. ConfigError if the options
-    cannot be met. `backend` None: the backend of the device that holds the model's weights. `log_of_calls`:
+    cannot be met. `backend` None: the backend of the devices that hold the model's weights. `log_of_calls`:
     takes the runner's calls, for followers.
     """
     if backend is None:
-        first = jax.tree.leaves(model.weights)[0]
-        backend = choose_backend(options, *sorted(first.devices(), key=lambda device: device.id))
+        found = {device for leaf in jax.tree.leaves(model.weights) for device in leaf.devices()}
+        backend = choose_backend(options, *sorted(found, key=lambda device: device.id))
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
     model = laid_out(with_whole_texts(model, options, backend), backend)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import penstock.runtime.execution.backend
+from penstock.runtime import building
 from penstock.runtime.config import ACCELERATOR_SIZES, CPU_SIZES, SMALL_SIZES, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, choose_backend, mesh_of, most_devices
@@ -35,7 +37,7 @@ from penstock.runtime.ops.sampler import sample, token_logprobs
 from penstock.runtime.ops.tpu.attention import tpu_paged_attention
 from penstock.runtime.requests.request import StoppingParams
 from tests.support.collector import GREEDY_PARAMS
-from tests.support.models.toy import toy_engine, toy_tokens
+from tests.support.models.toy import toy_engine, toy_model, toy_tokens
 
 needs_kernels = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 CPU = jax.devices("cpu")[0]
@@ -217,6 +219,20 @@ def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
         assert {4, 16} <= set(called)  # programs for decodes and for chunks
     finally:
         engine.shutdown()
+
+
+def test_an_engine_without_a_backend_computes_where_the_leaves_of_all_stages_are() -> None:
+    two = [Accelerator(None, id=number) for number in range(2)]
+    leaves = [mock.Mock(devices=mock.Mock(return_value={device})) for device in reversed(two)]
+    model = dataclasses.replace(toy_model(), weights=leaves)
+    options = EngineConfig(pipeline_parallel_size=2)
+    stopped = ConfigError("stopped here")
+    with (
+        mock.patch.object(building, "choose_backend", side_effect=stopped) as chosen_backend,
+        pytest.raises(ConfigError, match="stopped here"),
+    ):
+        building.build(model, options)
+    chosen_backend.assert_called_once_with(options, *two)
 
 
 def test_no_other_module_asks_for_the_platform() -> None:

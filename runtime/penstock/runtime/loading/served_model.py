@@ -420,7 +420,6 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
         max_adapters=0,
         adapter_experts=False,
         adapter_dir=None,
-        adapter_experts=False,
         generation_config=None,
     )
     try:
