@@ -93,7 +93,9 @@ def _llama4_processor(tokenizer: Any) -> Any:
     class Llama4ImageProcessor(llama4.Llama4ImageProcessor):
         """The one of transformers, which has none for Pillow, with Pillow's resizing."""
 
-        def resize(self, image: Any, size: Any, resample: Any = None, *_: Any, **__: Any) -> Any:
+        def resize(
+            self, image: torch.Tensor, size: Any, resample: Any = None, antialias: bool = True, **kwargs: Any
+        ) -> torch.Tensor:
             """Resize pictures [N, 3, height, width]."""
             pictures = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in image]
             resized = [np.array(one.resize((size.width, size.height), resample)) for one in pictures]
