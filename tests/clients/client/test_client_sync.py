@@ -174,7 +174,7 @@ def test_info(server, client):
         features=("chat", "feature_42"),
         tokenizer=TokenizerInfo({"eos_token": "</s>"}, "{{ x }}", "Toy"),
     )
-    limits = (4, 8, 16, 100, 1024, 5, ("cpu:0",), 8 << 20, "lookup", 4, 4, 64, 16)
+    limits = (4, 8, 16, 100, 1024, 5, ("cpu:0",), 8 << 20, "lookup", 4, 4, 64, 16, True)
     assert client.server_info() == ServerInfo("9.8.7", "i-1", 1, *limits)
     assert client.load() == Load(1, 2, 30, 7, 100, True, WeightsVersion("step-1", 1), 3)
     assert server.calls[0] == control_pb2.GetModelInfoRequest(include_tensors=True, include_tokenizer=True)

@@ -116,7 +116,10 @@ async def test_a_slow_reader_holds_back_its_own_stream_and_no_other() -> None:
         await peer.open_window(slow, MIB)
         assert await peer.status(slow) == 0
         kinds = [message.WhichOneof("event") for message in messages_of(peer.body(slow))]
-        assert kinds == ["started", "delta", "finished", "summary"]
+        # A front process under load may take the first token before all others are there.
+        deltas = kinds.count("delta")
+        assert kinds == ["started", *["delta"] * deltas, "finished", "summary"]
+        assert deltas <= 2
 
 
 def messages_of(body: bytes) -> list[inference_pb2.StreamResponse]:

@@ -13,8 +13,19 @@ from importlib import metadata
 OPTION = "xla_cpu_use_fusion_emitters"
 """The option that chooses the generator: false is the older one."""
 
-HAS_OLDER = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11)
-"""Whether this jaxlib has it. Others end the process for an option that they do not know."""
+
+def has_older() -> bool:
+    """Say whether this jaxlib has it. Others end the process for an option that they do not know. The client
+    is tested where there is none.
+    """
+    try:
+        version = metadata.version("jaxlib")
+    except metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, version.split(".")[:2])) < (0, 11)
+
+
+HAS_OLDER = has_older()
 
 _QUICK = [f"--{OPTION}=false"] if HAS_OLDER else []
 _OTHERS = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in _QUICK]

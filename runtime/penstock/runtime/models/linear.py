@@ -15,7 +15,7 @@ skip and whose results are undefined.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +65,9 @@ class LinearFormat:
     accuracy that all layers cost."""
     kept: tuple[tuple[ParamPath, CodeForm], ...] = ()
     """Leaves that hold a checkpoint's codes as they are, each as these bytes, whatever the others hold."""
-    experts: ExpertsOp = experts
-    """Computes mixtures of experts whose weights are not packed."""
+    experts: ExpertsOp = field(default=experts, repr=False)
+    """Computes mixtures of experts whose weights are not packed. It is left out of the text by which kept
+    programs are found, because the backend decides it, and a function's text has its place in memory."""
 
     def of(self, out_sizes: Iterable[int], in_size: int) -> LinearFormat:
         """Return the format of a layer whose parts have these numbers of outputs."""

@@ -479,6 +479,7 @@ def _qwen35(keys: Fields, infos: Infos, common: Config) -> Config:
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 0,  # the file has no such layers, which a config that says nothing has
         "num_hidden_layers": max(1, common["num_hidden_layers"] - further),
         _NEXT: further or None,
         "full_attention_interval": keys.integer("full_attention_interval", 4),

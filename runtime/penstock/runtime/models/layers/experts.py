@@ -155,7 +155,7 @@ class ExpertStack(nnx.Module):
         form = linear.of((inner,), hidden).of((hidden,), inner)
         self.packed, self.config, self.is_shared = form.packed, config, is_shared
         self.expert_pieces, self.num_own = dealt, num_experts // dealt
-        self.compute: xla.ExpertsOp = xla.experts if is_shared else linear.experts
+        self.linear = linear  # its text leaves the operation out, and kept programs are found by texts
 
         def stacked(in_size: int, parts: dict[str, int], *, pieces: int = 1, sums: int = 1) -> StackedLinear:
             return StackedLinear(
@@ -197,7 +197,8 @@ class ExpertStack(nnx.Module):
                 adapters=adapters,
             )
         is_real = jnp.arange(len(x), dtype=jnp.int32)[:, None] < inputs.num_tokens
-        return self.compute(
+        compute = xla.experts if self.is_shared else self.linear.experts
+        return compute(
             x,
             jnp.where(is_real, ids, native.NO_EXPERT),  # padding needs no expert's weights
             weights,
