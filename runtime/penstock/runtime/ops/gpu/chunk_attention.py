@@ -34,6 +34,7 @@ from penstock.runtime.ops.gpu.tiles import (
     TILED,
     aligned_blocks,
     copy_rows,
+    fetch_ahead,
     launched,
 )
 
@@ -232,18 +233,7 @@ def chunk_attention(
                     for plane, smem, bars in ((0, k_smem, k_bars), (1, v_smem, v_bars)):
                         plgpu.copy_gmem_to_smem(kv_ref.at[found, plane, head], smem.at[stage], bars.at[stage])
 
-                for i in range(stages):
-
-                    @pl.when(i < steps)
-                    def _(i: int = i) -> None:
-                        fetch(jnp.int32(i), i)
-
-                @pl.loop(0, jnp.maximum(steps - stages, 0))
-                def _(i: Any) -> None:
-                    stage = lax.rem(i, jnp.int32(stages))
-                    plgpu.barrier_wait(k_free.at[stage])
-                    plgpu.barrier_wait(v_free.at[stage])
-                    fetch(i + stages, stage)
+                fetch_ahead(steps, stages, fetch, k_free, v_free)
 
         pages = plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED)
         weights = plgpu.SMEM((tiles, TILE, page_size), jnp.bfloat16, transforms=TILED)

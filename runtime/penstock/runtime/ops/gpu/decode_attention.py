@@ -29,6 +29,7 @@ from penstock.runtime.ops.gpu.tiles import (
     SWIZZLE,
     TILE,
     TILED,
+    fetch_ahead,
     launched,
     loaded,
 )
@@ -221,18 +222,7 @@ def _of_shares(
                         page_ref = kv_ref.at[at, place, first + head]
                         plgpu.copy_gmem_to_smem(page_ref, smem.at[stage], bars.at[stage])
 
-                for i in range(stages):
-
-                    @pl.when(i < steps)
-                    def _(i: int = i) -> None:
-                        fetch(jnp.int32(i), i)
-
-                @pl.loop(0, jnp.maximum(steps - stages, 0))
-                def _(i: Any) -> None:
-                    stage = lax.rem(i, jnp.int32(stages))
-                    plgpu.barrier_wait(k_free.at[stage])
-                    plgpu.barrier_wait(v_free.at[stage])
-                    fetch(i + stages, stage)
+                fetch_ahead(steps, stages, fetch, k_free, v_free)
 
         pl.run_scoped(
             scoped,

@@ -27,6 +27,7 @@ from penstock.runtime.ops.gpu.tiles import (
     TILED,
     aligned_blocks,
     copy_rows,
+    fetch_ahead,
     launched,
 )
 from penstock.runtime.ops.native.activations import Activation
@@ -166,17 +167,7 @@ def grouped_product(x: Array, weight: Array, sizes: Array) -> Array:
                         full.at[stage],
                     )
 
-                for i in range(stages):
-
-                    @pl.when(i < steps)
-                    def _(i: int = i) -> None:
-                        fetch(jnp.int32(i), i)
-
-                @pl.loop(0, jnp.maximum(steps - stages, 0))
-                def _(i: Any) -> None:
-                    stage = lax.rem(i, jnp.int32(stages))
-                    plgpu.barrier_wait(free.at[stage])
-                    fetch(i + stages, stage)
+                fetch_ahead(steps, stages, fetch, free)
 
         pl.run_scoped(
             scoped,

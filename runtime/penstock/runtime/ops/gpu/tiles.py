@@ -76,6 +76,25 @@ def copy_rows(
     plgpu.wait_smem_to_gmem(0)
 
 
+def fetch_ahead(steps: Any, stages: int, fetch: Callable[[Any, Any], None], *free: Any) -> None:
+    """Fetch what a loop of `steps` steps reads, up to `stages` steps ahead of it. fetch(i, stage) begins to
+    copy what step i reads to this place in shared memory. Each of `free` has a barrier for each place, at
+    which those arrive who have read what is there.
+    """
+    for i in range(stages):
+
+        @pl.when(i < steps)
+        def _(i: int = i) -> None:
+            fetch(jnp.int32(i), i)
+
+    @pl.loop(0, jnp.maximum(steps - stages, 0))
+    def _(i: Any) -> None:
+        stage = lax.rem(i, jnp.int32(stages))
+        for barriers in free:
+            plgpu.barrier_wait(barriers.at[stage])
+        fetch(i + stages, stage)
+
+
 def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
     """Read in this layout. JAX 0.10 wants an index beside the reference, and 0.11 warns of it."""
     index: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
