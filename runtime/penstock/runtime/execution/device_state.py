@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import jax
@@ -22,7 +21,15 @@ from penstock.runtime.execution.images import Pool, pool_shapes
 from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, joined_sharding, own_shape
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
-from penstock.runtime.execution.step_programs import AdapterPool, Draft, Follower, Heads, KVCache, Weights
+from penstock.runtime.execution.step_programs import (
+    AdapterPool,
+    Draft,
+    Follower,
+    Heads,
+    KVCache,
+    RebuildFollower,
+    Weights,
+)
 from penstock.runtime.models.eagle import HeadOfTarget
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.stages import Stage
@@ -248,9 +255,7 @@ class DeviceState:
             adapters=self.adapters,
             draft=self._draft,
             draft_weights=self.draft_leaves,
-            rebuild_follower=None
-            if self._draft is None
-            else partial(_follower, self._draft, self._draft_tree, self._rebuild, self._config.dtype),
+            rebuild_follower=_rebuilds(self._draft, self._draft_tree, self._rebuild, self._config.dtype),
             stage=self._stage,
         )
 
@@ -337,25 +342,26 @@ def builder_of_shapes(
         adapters=_cut_adapter_shapes(config, backend.mesh),
         draft=draft,
         draft_weights=tuple(drafted),
-        rebuild_follower=None
-        if draft is None
-        else partial(_follower, draft, draft_tree, rebuild, config.dtype),
+        rebuild_follower=_rebuilds(draft, draft_tree, rebuild, config.dtype),
     )
 
 
-def _follower(
-    draft: DraftModel,
-    tree: Any,
-    rebuild: Callable[[Weights], Any],
-    dtype: jax.typing.DTypeLike,
-    leaves: Weights,
-    of_draft: Weights,
-) -> Follower:
-    """Make what guesses of the leaves of the served model and of those of the draft, of which `tree` says
-    where they belong.
+def _rebuilds(
+    draft: DraftModel | None, tree: Any, rebuild: Callable[[Weights], Any], dtype: jax.typing.DTypeLike
+) -> RebuildFollower | None:
+    """Return what makes a follower of the leaves of the served model and of those of the draft, of which
+    `tree` says where they belong; None where nothing guesses.
     """
-    model = None if draft.graphdef is None else nnx.merge(draft.graphdef, jax.tree.unflatten(tree, of_draft))
-    return follower_of(draft, rebuild(leaves), model, jnp.dtype(dtype))
+    if draft is None:
+        return None
+
+    def made(leaves: Weights, of_draft: Weights) -> Follower:
+        model = None
+        if draft.graphdef is not None:
+            model = nnx.merge(draft.graphdef, jax.tree.unflatten(tree, of_draft))
+        return follower_of(draft, rebuild(leaves), model, jnp.dtype(dtype))
+
+    return made
 
 
 def _cut_adapter_shapes(config: RunnerConfig, mesh: jax.sharding.Mesh) -> Any:
