@@ -59,13 +59,25 @@ def test_only_an_output_that_spends_all_within_a_few_tokens_blames_the_grammar()
     """
     calls: list[str] = []
     for name, num_tokens in (("early", FEW_TOKENS - 1), ("late", FEW_TOKENS)):
-        account = Account(Budget(0.5), partial(calls.append, name))
+        account = Account(Budget(0.05), partial(calls.append, name))
         for _ in range(num_tokens):
             account.earn()
-        assert account.use(0.5)
-        assert not account.use(0.25)
+        assert account.use(0.05)
+        assert not account.use(0.025)
         account.refuse()
     assert calls == ["early", "early"]
+
+
+def test_one_pause_of_the_process_ends_no_output(compiler: GrammarCompiler) -> None:
+    """A collection of garbage may fall into any mask, and takes as long as there are objects. Of a grammar
+    that is slow every mask is.
+    """
+    grammar = Grammar.regex("a*")
+    constraint = compiler.constraint(grammar)
+    constraint._charge(7.0)
+    constraint._charge(7.0)
+    with pytest.raises(InvalidRequest, match="too long to follow"):
+        constraint._charge(7.0)
 
 
 def test_a_request_that_spends_its_budget_ends_no_other(
@@ -77,6 +89,8 @@ def test_a_request_that_spends_its_budget_ends_no_other(
     running, (steered,) = compiled.constraint(), compiled.constraints(1, grammar.field)
     for _ in range(FEW_TOKENS):
         steered.accept(backend.encode("a").ids)
+    steered._charge(1000.0)
+    steered._charge(1000.0)
     with pytest.raises(InvalidRequest, match="too long to follow"):
         steered._charge(1000.0)
     fill(running)

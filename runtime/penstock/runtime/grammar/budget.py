@@ -14,6 +14,10 @@ REQUEST_S = 0.1
 """Seconds that the outputs of a request may use together, beyond what their tokens earn."""
 OUTPUT_S = 0.005
 """Seconds more for each output of a request: all of them begin before any token is made."""
+CALL_S = 0.05
+"""Most seconds that one mask, or one token that is accepted, counts for. A collection of Python's garbage, or
+a pause of a virtual machine, may fall into any of them. It takes hundreds of milliseconds, and says nothing
+of the grammar. So a budget is spent by three slow ones at the soonest."""
 FEW_TOKENS = 16
 """If a request spends its budget with fewer tokens than this, the grammar costs too much, whatever the
 request. With more tokens, the reason may be what the prompt made the model write, so other requests may still
@@ -67,8 +71,8 @@ class Account:
         self._budget.earn()
 
     def use(self, seconds: float) -> bool:
-        """Use time, in seconds. Returns whether there is time left."""
-        self._budget.use(seconds)
+        """Use the time of one mask, or of one token, in seconds. Returns whether there is time left."""
+        self._budget.use(min(seconds, CALL_S))
         if not self._budget.is_spent:
             return True
         self.refuse()

@@ -134,9 +134,11 @@ class GrammarConstraint:
         """
         if not mask.flags.c_contiguous:
             raise ValueError("the mask must be contiguous")
+        address, num_bytes = mask.ctypes.data, mask.nbytes
+        # Nothing is allocated from here on until the clock is read again, which might start a collection.
         started = self._clock()
         if not self._complete:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
         self.expected_s = self._clock() - started
         self.lexer.took(self.expected_s)
         self._charge(self.expected_s)
@@ -216,8 +218,9 @@ class GrammarConstraint:
     def _consume(self, token: int) -> None:
         if self._complete:
             raise RuntimeError(f"token {token} came after the end")
+        tokens = [token]
         started = self._clock()
-        consumed = self._matcher.try_consume_tokens([token])
+        consumed = self._matcher.try_consume_tokens(tokens)
         if not consumed and not self._matcher.is_error():
             # If another output that shares the lexer ran into a limit, every token is refused, and only the
             # next mask says why.
