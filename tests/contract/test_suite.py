@@ -23,6 +23,7 @@ from tests.support.suite.drawing import (
     needs_draw,
     touched,
 )
+from tests.support.suite.tiers import Placed, told
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
@@ -150,6 +151,23 @@ def test_a_case_that_is_marked_but_is_not_there_is_told() -> None:
     for always, ci in ((["A"], ()), ((), ["A"])):
         with pytest.raises(ValueError, match="'A'"):
             few(["a"], always, ci)
+
+
+def test_what_only_the_sweep_has_is_told_with_how_many_commits_have_some_of_it() -> None:
+    """A test that also has a case in another tier is not among it."""
+    placed = [
+        Placed("a.py::test_b[1]", "sweep", 0),
+        Placed("a.py::test_b[2]", "sweep", 3),
+        Placed("a.py::test_b[3]", "sweep", 3),
+        Placed("a.py::test_c[1]", "ci", 2),
+        Placed("a.py::test_c[2]", "sweep", 1),
+        Placed("a.py::test_d", "test", 2),
+    ]
+    sizes, parts, only, *tests = told(placed, parts=4)
+    assert sizes == "make test: 1 cases; CI: 1 more; the sweep: 4"
+    assert parts.startswith("of the sweep a commit has one part of 4 (1, 1, 0, 2)")
+    assert only.startswith("the sweep alone has 1 tests")
+    assert tests == ["     3   2  a.py::test_b"]
 
 
 def test_every_folder_and_file_that_the_rules_name_exists() -> None:
