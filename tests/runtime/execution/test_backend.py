@@ -22,8 +22,12 @@ from penstock.runtime import building
 from penstock.runtime.config import ACCELERATOR_SIZES, CPU_SIZES, SMALL_SIZES, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, choose_backend, mesh_of, most_devices
+from penstock.runtime.execution.buckets import Buckets
 from penstock.runtime.execution.compilation import compile_program
+from penstock.runtime.execution.device_state import holds_for_attention
 from penstock.runtime.execution.kv_sizing import DeviceMemory
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
 from penstock.runtime.ops.experts import experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
@@ -158,6 +162,38 @@ def test_hopper_has_kernels_for_attention_and_experts() -> None:
     assert isinstance(off.attention, partial)
     assert off.linear_format(BF16, "none").experts is experts
     assert not off.decodes_natively(query, cache, None)
+
+
+@pytest.mark.parametrize(("num_heads", "is_native"), [(64, True), (71, False)])
+def test_a_kernel_is_asked_with_the_heads_that_the_model_has(num_heads: int, is_native: bool) -> None:
+    """Falcon 7B has 71 heads of queries for its only head of keys, and Hopper's kernel has rows for 64."""
+    falcon = {
+        "architectures": ["FalconForCausalLM"],
+        "hidden_size": 64 * num_heads,
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": 1,
+        "vocab_size": 128,
+        "multi_query": True,
+        "parallel_attn": True,
+        "new_decoder_architecture": False,
+        "bias": False,
+        "alibi": False,
+        "eos_token_id": 11,
+    }
+    cache = parse_config(falcon).cache
+    config = RunnerConfig(
+        buckets=Buckets.default(4, 16),
+        max_num_seqs=4,
+        max_model_len=64,
+        page_size=64,
+        dtype=BF16,
+        kv_dtype=BF16,
+        vocab_size=128,
+        eos_token_ids=(11,),
+    )
+    hopper = cast("Any", Accelerator(None, compute_capability="9.0"))
+    backend = choose_backend(EngineConfig(native="require"), hopper)
+    assert holds_for_attention(backend.decodes_natively, cache, config) == is_native
 
 
 def test_tpus_have_a_kernel_for_decode_steps() -> None:

@@ -181,6 +181,15 @@ def test_experts_are_read_as_often_as_they_are_drawn() -> None:
     assert found.decode.operations == 2 * 3 * products + 3 * 48 * 4 * 4 * 4
 
 
+def test_a_cache_of_int8_is_no_plan_where_the_chip_keeps_it_in_as_many_bytes() -> None:
+    options = EngineConfig(max_num_seqs=1, max_model_len=64, kv_cache_dtype="int8")
+    model = parse_config(LLAMA_3_1_8B)
+    problem = plan(model, read_machine("tpu-v6e"), options).problem
+    assert problem is not None
+    assert problem.startswith("kv_cache_dtype: ")
+    assert plan(model, read_machine("h100"), options).fits
+
+
 def test_weights_of_four_bits_take_less_and_are_multiplied_as_often() -> None:
     """A tile of 16 outputs and 64 inputs has 576 bytes, and 16 outputs have 64 more; table and head are
     int8.

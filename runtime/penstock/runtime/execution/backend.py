@@ -330,7 +330,7 @@ def _with_gpu_kernels(backend: Backend) -> Backend:
         native_dtype=np.dtype(jnp.bfloat16),
         kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
         "take keys and values in bfloat16, a page_size of 64 with heads of 64, 128, 192 or 256, and one of "
-        "128 with heads of 64 or 128",
+        "128 with heads of 64 or 128, of which at most 64 may read the same head of keys",
     )
 
 

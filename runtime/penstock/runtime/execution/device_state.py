@@ -213,25 +213,15 @@ class DeviceState:
         """
         if self._own_cache.has_state and not self._backend.recurs_batch_invariantly:
             return False
-        return self._holds_for_attention(self._backend.attends_batch_invariantly)
+        return holds_for_attention(self._backend.attends_batch_invariantly, self._own_cache, self._config)
 
     @property
     def decodes_natively(self) -> bool:
         """See `Backend.decodes_natively`, for the model's queries and its cache. A model without attention
         has no kernel to call.
         """
-        return bool(self._own_cache.paged) and self._holds_for_attention(self._backend.decodes_natively)
-
-    def _holds_for_attention(self, asked: AttentionTest) -> bool:
-        """Return what the backend says of every layer that attends."""
-        config = self._config
-        return all(
-            asked(
-                jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),
-                layer.arrays(1, config.page_size, config.max_num_seqs, config.kv_dtype),
-                layer.value_dim,
-            )
-            for layer in self._own_cache.paged
+        return bool(self._own_cache.paged) and holds_for_attention(
+            self._backend.decodes_natively, self._own_cache, self._config
         )
 
     # -- programs --
@@ -284,6 +274,18 @@ class DeviceState:
     def _new_rows(self) -> RowState:
         made: RowState = zeros_maker(row_shapes(self._cache, self._config, self.sharding), self.sharding)()
         return made
+
+
+def holds_for_attention(asked: AttentionTest, cache: CacheSpec, config: RunnerConfig) -> bool:
+    """Return whether a backend says it of every layer that attends."""
+    return all(
+        asked(
+            jax.ShapeDtypeStruct((1, layer.num_queries, layer.head_dim), config.dtype),
+            layer.arrays(1, config.page_size, config.max_num_seqs, config.kv_dtype),
+            layer.value_dim,
+        )
+        for layer in cache.paged
+    )
 
 
 def follower_of(draft: DraftModel, target: Any, model: Any, dtype: jnp.dtype) -> Follower:

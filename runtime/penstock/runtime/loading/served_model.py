@@ -203,7 +203,7 @@ def read_checkpoint(
         raise ConfigError("speculation: heads of a GGUF file are not read")
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
-    config.cache.check_dtype(options.kv_cache_dtype)
+    config.cache.laid_out(backend.lanes).check_dtype(options.kv_cache_dtype)
     linear = format_for(
         backend.linear_format(dtype, options.quantization), tensors, partial(load_rules, config, dtype)
     )

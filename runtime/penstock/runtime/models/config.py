@@ -383,4 +383,5 @@ def _kept(
         return LatentKV(attention.latent_dim, attention.rope_dim, attention.cache_pieces)
     bounds: Sequence[int | None] = (attention.window, attention.chunk)
     window = min((bound for bound in bounds if bound is not None), default=None)
-    return PagedKV(attention.num_kv_heads, attention.head_dim, window)
+    group = attention.num_heads // attention.num_kv_heads
+    return PagedKV(attention.num_kv_heads, attention.head_dim, window, group=group)

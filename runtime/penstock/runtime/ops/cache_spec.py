@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from typing import Any
 
@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.ops.kv_rows import kv_layer_shape
+from penstock.runtime.ops.kv_rows import kv_layer_shape, row_width
 
 STATE_COPIES = 2
 """Copies of each slot's state, see the module's docstring."""
@@ -60,6 +60,13 @@ class PagedKV:
     """How many latest positions, its own included, a token attends to; None: all."""
     lanes: int = 1
     """See `CacheSpec.laid_out`."""
+    group: int = field(default=1, compare=False)
+    """How many heads of queries read a head of keys, which changes nothing of what is kept."""
+
+    @property
+    def num_queries(self) -> int:
+        """Heads of queries."""
+        return self.num_kv_heads * self.group
 
     @property
     def value_dim(self) -> None:
@@ -99,6 +106,11 @@ class LatentKV:
     @property
     def num_kv_heads(self) -> int:
         """One, because all heads share the key."""
+        return 1
+
+    @property
+    def num_queries(self) -> int:
+        """Heads of queries, of which one stands for all: what attends asks for no more."""
         return 1
 
     @property
@@ -247,12 +259,25 @@ class CacheSpec:
         return tuple(layer for layer in self.layers if isinstance(layer, PagedKV | LatentKV))
 
     def check_dtype(self, kv_cache_dtype: str) -> None:
-        """Raise ConfigError if int8 is asked for and there are no keys and values."""
-        if kv_cache_dtype == "int8" and not self.paged:
+        """Raise ConfigError if int8 is asked for and there are no keys and values, or if they would take as
+        much memory in int8 as in 16 bits. The cache must be laid out.
+        """
+        if kv_cache_dtype != "int8":
+            return
+        if not self.paged:
             raise ConfigError(
                 "kv_cache_dtype: must be auto or left out, not int8: the model has no layers that attend, so "
                 "it keeps no keys and values"
             )
+        for layer in self.paged:
+            numbers, codes = (
+                row_width(layer.head_dim, is_int8=is_int8, lanes=layer.lanes) for is_int8 in (False, True)
+            )
+            if layer.lanes > 1 and codes >= 2 * numbers:
+                raise ConfigError(
+                    f"kv_cache_dtype: must be auto or left out, not int8: keys of {layer.head_dim} channels "
+                    f"and their scale would lie in rows of {codes} bytes on this chip, as many as in bfloat16"
+                )
 
     def followed_by(self, draft: CacheSpec) -> CacheSpec:
         """Return the cache of a model, the first group of which has no window, and of a draft model without
@@ -265,7 +290,7 @@ class CacheSpec:
 
     def laid_out(self, lanes: int) -> CacheSpec:
         """Return the same cache with KV rows whose width is a multiple of so many channels, of which those
-        behind the model's own are zeros. Rows in int8 stay as they are.
+        behind the model's own are zeros.
         """
         layers = (
             layer if isinstance(layer, SlotState) else replace(layer, lanes=lanes) for layer in self.layers

@@ -76,7 +76,8 @@ class Plan:
     fits: bool
     """Whether the rows have room for their whole context."""
     problem: str | None
-    """Why it does not fit, or cannot be cut over the devices; None: it fits."""
+    """Why it does not fit, cannot be cut over the devices, or cannot keep its cache as the options say; None:
+    it fits."""
     context: int
     rows: int
     weight_bytes: int = 0
@@ -126,6 +127,7 @@ def plan(
         model = cut_for(model, options, machine.devices)
         if draft is not None and machine.devices > 1:
             raise ConfigError("draft_model: a model that is cut over devices takes no draft")
+        model.cache.laid_out(_lanes(machine)).check_dtype(options.kv_cache_dtype)
     except ConfigError as error:
         return Plan(machine=machine, fits=False, problem=str(error), context=context, rows=rows)
     parts = _Parts(model.for_context(context), resolved, machine)
@@ -165,6 +167,11 @@ def plan(
     )
 
 
+def _lanes(machine: Machine) -> int:
+    """Return what the width of KV rows is a multiple of."""
+    return TPU_LANES if machine.chip.is_tpu else 1
+
+
 def _together(steps: Sequence[Step]) -> Step:
     """Add up the same tokens in several models, one after the other."""
     return Step(
@@ -195,7 +202,7 @@ class _Parts:
     @property
     def cache(self) -> CacheSpec:
         """What the model keeps, as the chip stores it."""
-        return self.model.cache.laid_out(TPU_LANES if self.machine.chip.is_tpu else 1)
+        return self.model.cache.laid_out(_lanes(self.machine))
 
     @property
     def leaves(self) -> dict[ParamPath, jax.ShapeDtypeStruct]:
