@@ -34,10 +34,10 @@ from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 
 DEVIATION = 0.02
-NUM_CONTROL = 3
 _BLOCK = 1 << 22  # values that are drawn at a time: 16 MiB of float32
-_MERGES = [("t", "h"), ("h", "e"), ("i", "n")]
-_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MERGES = [("t", "h"), ("h", "e"), ("i", "n")]
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+NUM_CONTROL = len(CONTROL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Shape:
     max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        least, most = 256 + len(_MERGES), self.vocab_size - NUM_CONTROL
+        least, most = 256 + len(MERGES), self.vocab_size - NUM_CONTROL
         if not least <= self.num_words <= most:
             raise ValueError(f"num_words: must be from {least} to {most}, not {self.num_words}")
 
@@ -150,19 +150,22 @@ def blocks(size: int, mean: float, draw: np.random.Generator) -> Iterator[NDArra
         yield (mean + DEVIATION * values).astype(ml_dtypes.bfloat16)
 
 
+def words(num_words: int) -> list[str]:
+    """List the tokens that are text: 256 bytes, what the merges make, and filler words."""
+    found = sorted(pre_tokenizers.ByteLevel.alphabet())
+    found += [first + second for first, second in MERGES]
+    return found + [f"Ġw{number}" for number in range(len(found), num_words)]
+
+
 def make_tokenizer(num_words: int) -> Tokenizer:
     """Make a byte-level BPE with 256 bytes, a few merges, filler words that no merge reaches, and the control
     tokens.
     """
-    words = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words += [first + second for first, second in _MERGES]
-    words += [f"Ġw{number}" for number in range(len(words), num_words)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=_MERGES)
-    )
+    vocabulary = {word: number for number, word in enumerate(words(num_words))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in _CONTROL])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in CONTROL])
     return tokenizer
 
 
@@ -222,8 +225,8 @@ def _write(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": None,
-            "eos_token": _CONTROL[2],
-            "pad_token": _CONTROL[0],
+            "eos_token": CONTROL[2],
+            "pad_token": CONTROL[0],
             "unk_token": None,
             "clean_up_tokenization_spaces": False,
             "model_max_length": config["max_position_embeddings"],

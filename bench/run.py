@@ -20,6 +20,8 @@ from bench.drivers.over_grpc import OverGrpc
 from bench.drivers.session import Session, add_arguments, all_ran, chosen, measure
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.gguf.file import is_gguf
+from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import resolve_model
 
 PACKAGES = ("penstock", "jax", "jaxlib", "flax", "numpy", "grpcio", "protobuf")
@@ -76,7 +78,8 @@ def main() -> int:
 
 def vocabulary_size(checkpoint: str) -> int:
     """Read the number of token ids of the checkpoint's model. Raises ConfigError if it cannot be read."""
-    return load_config(resolve_model(checkpoint)).vocab_size
+    path = resolve_model(checkpoint)
+    return (read_model(path).config if is_gguf(path) else load_config(path)).vocab_size
 
 
 def start(args: argparse.Namespace, given: Mapping[str, Any]) -> InProcess | OverGrpc:

@@ -36,6 +36,8 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             "run_openvino",
             ("openvino-genai", "openvino-tokenizers", "optimum-intel[openvino]", "nncf"),
         ),
+        # Its package is built from source where no wheel fits, which needs a C++ compiler and some minutes.
+        "llamacpp": Rival("run_llamacpp", ("llama-cpp-python==0.3.36",)),
         "transformers": Rival("run_transformers", ("torch==2.13.0", "transformers>=5,<6", "accelerate")),
     }
 )
