@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,8 @@ def test_what_generates_nothing_is_served_by_a_group(name: str) -> None:
 @pytest.mark.ci
 def test_a_leader_that_stops_lets_all_end_well_and_a_second_start_compiles_nothing() -> None:
     """A stream gets all of its tokens. The follower was not told to stop, and wants to be started again. The
-    second time all of it goes over TLS, where the follower shows a certificate.
+    second time all of it goes over TLS, where the follower shows a certificate; and the follower stands still
+    while the leader stops, which waits for it, because JAX would abort it otherwise.
     """
     tokens = []
     for start, (flags, credentials) in enumerate((((), None), (TLS, certificates("ca.pem", "client")))):
@@ -150,8 +152,16 @@ def test_a_leader_that_stops_lets_all_end_well_and_a_second_start_compiles_nothi
             thread = reading.start()
             while not reading.tokens:
                 thread.join(0.01)
-            group.processes[0].send_signal(signal.SIGTERM)
-            thread.join()
+            leader, follower = group.processes
+            if start == 0:
+                leader.send_signal(signal.SIGTERM)
+                thread.join()
+            else:
+                thread.join()
+                follower.send_signal(signal.SIGSTOP)
+                leader.send_signal(signal.SIGTERM)
+                time.sleep(3.0)
+                follower.send_signal(signal.SIGCONT)
             assert reading.is_done
             assert group.wait_codes(60.0) == [0, 75], group.output(0) + group.output(1)
             tokens.append(reading.tokens)

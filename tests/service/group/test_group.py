@@ -67,6 +67,8 @@ class Follower:
     ) -> None:
         self.lost: list[GroupEnded] = []
         self.calls: list[Any] = []
+        self.stays = bool(more.get("stays"))
+        """Whether the connection stays when the calls have ended, until somebody closes it."""
         self.error: Exception | None = None
         credentials = more.get("credentials")
         self.channel = (
@@ -77,7 +79,7 @@ class Follower:
         self.link = FollowerLink(
             self.channel,
             more.get("metadata", ()),
-            options(number, timeout_s=more.get("timeout_s", 30.0)),
+            options(number, max(2, number + 1), more.get("timeout_s", 30.0)),
             self.lost.append,
         )
         self.thread = threading.Thread(target=self._run, args=(facts or FACTS, sizes or SIZES), daemon=True)
@@ -90,6 +92,9 @@ class Follower:
             self.calls.extend(self.link.calls())
         except Exception as error:  # noqa: BLE001 -- the test looks at it
             self.error = error
+        finally:
+            if not self.stays:
+                self.channel.close()  # as at the end of a process
 
     async def ended(self) -> Exception | None:
         """How it ended; None: as the leader wanted."""
@@ -352,6 +357,7 @@ async def test_a_leader_whose_calls_nobody_reads_waits_before_it_ends_the_group(
         assert len(appended) < 40
         with pytest.raises(GroupEnded, match="nothing for 1 s"):
             await appending
+        call.cancel()
 
 
 async def test_a_control_port_is_where_followers_are_taken_in() -> None:
@@ -478,6 +484,31 @@ async def test_an_engine_that_hangs_ends_the_group() -> None:
         assert isinstance(error, GroupEnded)
         assert "a process hangs" in str(leader.failure)
         assert "a process hangs" in str(error)
+
+
+async def test_a_leader_that_stops_waits_until_its_followers_are_gone(leader: GroupLeader) -> None:
+    """JAX aborts a process that still runs when its coordinator is gone, which is in the leader's process."""
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig, stays=True)
+        await met(leader)
+        stopping = asyncio.ensure_future(in_thread(leader.stop))
+        assert await follower.ended() is None
+        await asyncio.sleep(0.3)
+        assert not stopping.done()
+        follower.channel.close()
+        await stopping
+    assert leader.failure is None
+
+
+async def test_a_leader_that_stops_does_not_wait_for_ever() -> None:
+    leader = GroupLeader(options(timeout_s=2.0), never)
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig, timeout_s=2.0, stays=True)
+        await met(leader)
+        await in_thread(leader.stop)
+        assert await follower.ended() is None
+        follower.channel.close()
+    assert leader.failure is None
 
 
 async def test_a_follower_that_is_told_to_stop_asks_for_the_end(leader: GroupLeader) -> None:

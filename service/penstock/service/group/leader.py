@@ -59,7 +59,7 @@ _TAKEN_AT_ONCE_BYTES = 1 << 20
 _MOST_UNTAKEN_BYTES = 8 << 20
 """Bytes of an update's tensors that may be under way to a follower."""
 _SETTLE_S = 2.0
-"""Seconds that the followers' ends are waited for when the leader stops."""
+"""Seconds that the followers' ends are waited for after the loss of one."""
 _EXPLAIN_S = 1.0
 """Seconds in which the loss of a follower is noticed after a collective has failed because of it."""
 _TELL_S = 10.0
@@ -270,16 +270,18 @@ class GroupLeader:
         return self._ended
 
     def stop(self) -> None:
-        """Tell the followers that the leader has stopped, and wait a moment for their ends."""
+        """Tell the followers that the leader has stopped, unless the group has ended, and wait until their
+        processes are gone: JAX aborts those that still run when its coordinator, which is in this process,
+        is gone.
+        """
         with self._changed:
-            if self._ended is not None or self._is_stopped:
-                return
-            self._is_stopped = True
-            self._send_all(Response(stop=group_pb2.Stop()))
-            for follower in self._followers.values():
-                follower.is_over = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._followers, _SETTLE_S)
+            if self._ended is None and not self._is_stopped:
+                self._is_stopped = True
+                self._send_all(Response(stop=group_pb2.Stop()))
+                for follower in self._followers.values():
+                    follower.is_over = True
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._followers, self._settle_s)
 
     @property
     def failure(self) -> GroupEnded | None:
@@ -340,6 +342,8 @@ class GroupLeader:
             for data in messages:
                 await context.write(data)
             if is_over and not follower.waiting_bytes:
+                # The follower's process ends now. That breaks its connection, which cancels this task.
+                await asyncio.sleep(self._settle_s)
                 return
             await follower.wake.wait()
 
@@ -384,6 +388,11 @@ class GroupLeader:
         with self._changed:
             self._followers.pop(follower.process_id, None)
             self._changed.notify_all()
+
+    @property
+    def _settle_s(self) -> float:
+        """Seconds that the ends of followers are waited for: longer where all of them are well."""
+        return self.options.silence_s if self._ended is None else _SETTLE_S
 
     # -- how it is done; all of it is called with the lock held, but `_watch` --
 
@@ -434,7 +443,7 @@ class GroupLeader:
         if found:
             self._is_stopped = True
             self._refuse_all(found, ended=False)
-            self._changed.wait_for(lambda: not self._followers, _SETTLE_S)
+            self._changed.wait_for(lambda: not self._followers, self._settle_s)
             raise ConfigError(f"the processes of the group differ: {'; '.join(found)}")
 
     def _send_all(self, message: group_pb2.FollowResponse) -> None:

@@ -88,7 +88,6 @@ class FollowerLink:
             message = self._record()
             if message.HasField("stop"):
                 self.is_stopped = True
-                self._is_over.set()
                 return
             try:
                 record = record_of(message)
@@ -180,17 +179,18 @@ class FollowerLink:
         return record
 
     def _read(self, answers: Any) -> None:
-        """Run the thread that receives, also while a call takes long."""
+        """Run the thread that receives, also while a call takes long. It holds the RPC to the end of this
+        process, for which the leader waits.
+        """
         try:
             for answer in answers:
                 self._heard_s = time.monotonic()
                 if answer.HasField("refused"):
                     self._end(_refusal(answer.refused))
-                    return
-                if not answer.HasField("alive"):
+                elif not answer.HasField("alive"):
+                    if answer.HasField("stop"):
+                        self._is_over.set()
                     self._records.put(answer)
-                if answer.HasField("stop"):
-                    return
             self._end(GroupEnded("the leader has ended the RPC"))
         except grpc.RpcError as error:
             self._end(self._rpc_error(error))
