@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from importlib import metadata
+from typing import Any
 
+import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
 from grpc._cython import cygrpc
@@ -16,7 +19,7 @@ from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.server import READINESS
 from tests.service.cli.test_serve import fake_process
 from tests.service.h2peer import Peer
-from tests.service.rig import WAIT_S, Rig, generate, serving, until
+from tests.service.rig import WAIT_S, Rig, failure_of, generate, serving, until
 
 CANCELLED, UNIMPLEMENTED = 1, 12
 NOT_SERVING = 2
@@ -127,6 +130,39 @@ async def test_an_end_that_was_asked_for_is_none(caplog: pytest.LogCaptureFixtur
     assert "gRPC stopped listening" not in caplog.text
 
 
+async def test_two_stops_whose_ends_meet() -> None:
+    """gRPC itself would end the process: one frees the server, and the other cancels its calls. The event
+    loop is held up so that a grace passes just before the loop hears that all calls have ended.
+    """
+    called = asyncio.Event()
+
+    async def hold(request: bytes, context: object) -> None:
+        called.set()
+        await asyncio.Event().wait()
+
+    async def refuse(context: object) -> None: ...
+
+    server: Any = grpc_server.refusing_server(refuse, interceptors=(), options=())
+    server.add_registered_method_handlers("a.B", {"C": grpc.unary_unary_rpc_method_handler(hold)})
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    loop, stops = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+    def hold_up() -> None:
+        time.sleep(0.05)
+        stops.append(asyncio.create_task(server.stop(None)))
+        loop.call_soon(time.sleep, 0.02)
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        held: Any = channel.unary_unary("/a.B/C")
+        call = asyncio.ensure_future(failure_of(held(b"")))
+        await asyncio.wait_for(called.wait(), WAIT_S)
+        loop.call_later(0.08, hold_up)
+        await server.stop(0.1)
+        await stops[0]
+        assert (await call).code is grpc.StatusCode.UNAVAILABLE
+
+
 @pytest.mark.parametrize("name", ["deaf", pytest.param("deaf-early", marks=pytest.mark.sweep)])
 def test_the_process_ends_with_it(name: str) -> None:
     """So that an orchestrator can start it again."""
@@ -140,7 +176,12 @@ def test_what_is_used_of_grpcio_beyond_its_public_names() -> None:
     version = metadata.version("grpcio")
     used = {
         cygrpc: ("AioServer", "_ServicerContext", "get_working_loop"),
-        cygrpc.AioServer: ("_make_request_call_future", "_request_call", "add_registered_method_handlers"),
+        cygrpc.AioServer: (
+            "_make_request_call_future",
+            "_request_call",
+            "add_registered_method_handlers",
+            "shutdown",
+        ),
         cygrpc._ServicerContext: ("abort", "peer", "invocation_metadata"),
         grpc_aio: ("Server", "_augment_channel_arguments"),
     }

@@ -1,4 +1,4 @@
-"""grpc.aio's server, changed so that no call can end it.
+"""grpc.aio's server, changed so that no call can end it, and so that it may be stopped more than once.
 
 For a call of an unknown method grpcio 1.85 (also 1.84 and earlier, and 1.86 so far) decodes the `:path` in
 the task that accepts all calls. A path that is not UTF-8 ends that task, and with it the address for good,
@@ -6,8 +6,12 @@ while the process goes on. Therefore all methods are registered by name here, wh
 itself, and all other calls are refused without looking at their path. cygrpc does not pass that path to
 Python, so the refusal cannot quote it.
 
+cygrpc frees the server at the end of the first call of `shutdown`. Another call whose grace passes at that
+moment cancels the calls of a server that is gone, which ends the process (SIGSEGV). Therefore cygrpc is given
+one grace that never passes, and is told when the calls are to be cancelled.
+
 This needs names that are not public in grpcio. pyproject.toml allows only the minor versions that
-tests/service/test_grpc_server.py was run with.
+tests/service/listening/test_grpc_server.py was run with.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ MAX_REFUSING = 2048
 cancelled without a status.
 """
 
+_FOREVER_S = 1e9
+
 Refuse: TypeAlias = "Callable[[grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]"
 """Ends a call of a method that the server does not have. It runs in a task of its own."""
 
@@ -47,6 +53,17 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # the module has no type h
         super().__init__(*arguments)
         self._refuse = refuse
         self._refusing: set[asyncio.Task[None]] = set()
+        self._ending: asyncio.Task[None] | None = None
+        self._cancelling: asyncio.Task[None] | None = None
+
+    async def shutdown(self, grace: float | None) -> None:
+        """Stop, and cancel what runs after so many seconds, or after fewer if another call says so."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(super().shutdown(_FOREVER_S))
+        done, _ = await asyncio.wait([self._ending], timeout=grace or 0.0)
+        if not done and self._cancelling is None:
+            self._cancelling = asyncio.create_task(super().shutdown(None))
+        await asyncio.shield(self._ending)
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
         """Return the future that the server's main task awaits for the next call of `method`. None stands for
