@@ -126,7 +126,8 @@ def test_scopes_and_kernels_of_the_instructions() -> None:
                 instruction("add.2", "add", "jit(window)/while/body/sampler/add"),
                 instruction("copy.9", "copy"),
             ]
-        )
+        ),
+        {"jit_window"},
     )
     assert found == {
         ("jit_window", "ffi_call.3"): Operation("model/mlp", "penstock_linear", is_container=False),
@@ -137,11 +138,10 @@ def test_scopes_and_kernels_of_the_instructions() -> None:
     assert [operation.part for operation in found.values()] == ["model", "", "sampler", ""]
 
 
-def test_only_the_plane_of_programs_is_read() -> None:
-    assert (
-        read_operations(xplane([instruction("add.2", "add", "jit(f)/model/add")], plane="/device:GPU:0"))
-        == {}
-    )
+def test_only_the_plane_of_programs_is_read_and_of_it_those_that_are_asked_for() -> None:
+    add = [instruction("add.2", "add", "jit(f)/model/add")]
+    assert read_operations(xplane(add, plane="/device:GPU:0"), {"jit_window"}) == {}
+    assert read_operations(xplane(add), {"jit_forward"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_a_damaged_file_is_refused() -> None:
     refused = 0
     for end in range(len(whole)):
         try:
-            read_operations(whole[:end])
+            read_operations(whole[:end], {"jit_window"})
         except MalformedTrace:
             refused += 1
     assert refused > len(whole) * 0.9  # where a plane ends, the rest may be missing unnoticed
     with pytest.raises(MalformedTrace, match="wire type"):
-        read_operations(b"\x0b")
+        read_operations(b"\x0b", ())

@@ -10,7 +10,7 @@ own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 PARTS = ("model", "sampler")
@@ -60,13 +60,18 @@ class Operation(NamedTuple):
         return first if first in PARTS and not self.is_container else ""
 
 
-def read_operations(xplane: bytes) -> dict[tuple[str, str], Operation]:
-    """Read the instructions in the file, by the names of their program and of themselves. MalformedTrace."""
+def read_operations(xplane: bytes, programs: Collection[str]) -> dict[tuple[str, str], Operation]:
+    """Read the instructions of these programs in the file, by the names of their program and of themselves.
+    The file has all programs of the process, of which most did not run while it was recorded, and to read one
+    takes milliseconds. MalformedTrace.
+    """
     operations: dict[tuple[str, str], Operation] = {}
     for number, plane in _fields(memoryview(xplane)):
         if number == _SPACE_PLANE and _text(plane, _PLANE_NAME) == _METADATA_PLANE.decode():
             for module in _modules(_message(plane)):
-                _add_module(module, operations)
+                name = _text(module, _MODULE_NAME)
+                if name in programs:
+                    _add_module(name, module, operations)
     return operations
 
 
@@ -82,8 +87,7 @@ def _modules(plane: memoryview) -> Iterator[memoryview]:
                         yield _message(module)
 
 
-def _add_module(module: memoryview, operations: dict[tuple[str, str], Operation]) -> None:
-    name = _text(module, _MODULE_NAME)
+def _add_module(name: str, module: memoryview, operations: dict[tuple[str, str], Operation]) -> None:
     for _, computation in _those(module, _MODULE_COMPUTATION):
         for _, instruction in _those(_message(computation), _COMPUTATION_INSTRUCTION):
             fields = dict(_fields(_message(instruction)))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -30,6 +31,8 @@ ENGINE_THREAD = "penstock-engine"
 
 Event = dict[str, Any]
 _EVENTS = '"traceEvents":['
+_PROGRAM = re.compile(r'"hlo_module":\s*("(?:[^"\\]|\\.)*")')
+"""Matches the name of an operation's program, as JSON."""
 
 
 class _Piece(NamedTuple):
@@ -48,9 +51,10 @@ def improve(folder: Path) -> Path:
     which is returned. MalformedTrace if the files are not of the form that is known.
     """
     raw, xplane = _only(folder, "*.trace.json.gz"), _only(folder, "*.xplane.pb")
-    operations = read_operations(xplane.read_bytes())
     with gzip.open(raw, "rt", encoding="utf-8") as file:
         text = file.read()
+    programs = {json.loads(name) for name in set(_PROGRAM.findall(text))}
+    operations = read_operations(xplane.read_bytes(), programs)
     result = folder / TRACE_FILE
     with gzip.open(result, "wt", encoding="utf-8", compresslevel=5) as file:
         write_trace(file, improved(events_of(text), operations))
