@@ -96,7 +96,11 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
     elif kv.dtype == jnp.uint16:
         new = lax.bitcast_convert_type(new, jnp.uint16)
     new = widened(new, kv.shape[4])
-    return kv.at[write_slots // page_size, :, :, write_slots % page_size].set(new, mode="drop")
+    pages, offsets = write_slots // page_size, write_slots % page_size
+    if kv.shape[2] == 1:  # XLA's TPU backend would put the offsets before keys and values, and copy the cache
+        planes = jnp.arange(kv.shape[1], dtype=jnp.int32)
+        return kv.at[pages[:, None], planes[None], 0, offsets[:, None]].set(new[:, :, 0], mode="drop")
+    return kv.at[pages, :, :, offsets].set(new, mode="drop")
 
 
 def widened(x: Array, width: int) -> Array:
