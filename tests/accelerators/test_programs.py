@@ -75,6 +75,11 @@ MODELS = (
     "granite-4.0-h-tiny",  # Mamba-2
     "Qwen3-VL-4B-Instruct",  # reads pictures
 )
+HEADS_FOR_EIGHT = {
+    "deepseek_v3": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "granite-4.0-h-tiny": {"num_attention_heads": 24, "num_key_value_heads": 8},
+}
+"""What models have instead of heads that do not divide by eight."""
 CHIPS_TRIED = ("tpu-v5e", "tpu-v6e", "tpu-v7x", "h100", "b200", "rtx5090")
 CANNOT: dict[tuple[str, str], str] = {}
 """What this version of JAX cannot compile: model and chip to a part of the error."""
@@ -82,13 +87,15 @@ SPARE_BYTES = 64 << 20
 """Scratch memory that a program may have beside twice what a plan estimates."""
 
 
-def small(name: str) -> ModelConfig:
-    """Return the model with one layer of each kind, in their order, and the small vocabulary."""
+def small(name: str, devices: int = 1) -> ModelConfig:
+    """Return the model with one layer of each kind, in their order, and the small vocabulary. On eight
+    devices it has heads that divide.
+    """
     if (PUBLISHED / f"{name}.json").exists():
         data = published(name)
     else:
         data = json.loads((Path(__file__).parents[1] / "golden" / name / "config.json").read_text())
-    config = parse_config(data)
+    config = parse_config(data | (HEADS_FOR_EIGHT.get(name, {}) if devices == 8 else {}))
     return dataclasses.replace(
         config,
         layers=tuple(dict.fromkeys(config.layers)),
@@ -112,7 +119,7 @@ def check(model: str, machine: Machine, **ways: Any) -> None:
     """Compile every program, and list all that is wrong. `ways`: the options that say how the model is
     cut.
     """
-    config = small(model)
+    config = small(model, machine.devices)
     snapshots = SNAPSHOTS if config.cache.has_state else 0
     options = dataclasses.replace(
         OPTIONS, tensor_parallel_size=machine.devices, state_snapshots=snapshots, **ways
@@ -126,10 +133,12 @@ def check(model: str, machine: Machine, **ways: Any) -> None:
     leaves = [each.shape[1:] if size > 1 else each.shape for each in builder.weights]
     dtypes = [each.dtype for each in (*jax.tree.leaves(builder.kv), *builder.weights)]
     own = list(map(jax.ShapeDtypeStruct, (*caches, *leaves), dtypes))
+    if size > 1:  # a program is given its part of a leaf with an axis of one entry more
+        own += [jax.ShapeDtypeStruct((1, *each.shape), each.dtype) for each in own[len(caches) :]]
     large = [array for array in own if _bytes(array) >= LARGE]
     has_kernel = any(
         backend.decodes_natively(
-            jax.ShapeDtypeStruct((1, kept.num_kv_heads, kept.head_dim), jnp.bfloat16),
+            jax.ShapeDtypeStruct((1, kept.num_queries, kept.head_dim), jnp.bfloat16),
             kept.arrays(1, OPTIONS.page_size, 1, jnp.dtype(jnp.bfloat16)),
             kept.value_dim,
         )
@@ -171,18 +180,31 @@ def test_every_program_compiles(model: str, chip: str) -> None:
     ("model", "machine", "ways"),
     [
         ("Qwen3-4B", "tpu-v5e-4", ()),
-        ("Qwen3-4B", "tpu-v6e-8", ()),
         ("Qwen3-4B", "h100-4", ()),
-        ("Qwen3-4B", "h100-8", ()),
         ("gpt-oss-20b", "tpu-v5e-4", ("expert_parallel",)),
-        ("Qwen3-30B-A3B", "tpu-v6e-8", ("expert_parallel",)),
         ("Qwen3-30B-A3B", "h100-4", ()),
         ("deepseek_v3", "tpu-v5e-4", ("expert_parallel", "context_parallel")),
         ("deepseek_v3", "h100-4", ("context_parallel",)),
         ("LFM2-1.2B", "tpu-v5e-4", ()),
         ("Qwen3.5-0.8B", "tpu-v5e-4", ()),
         ("granite-4.0-h-tiny", "h100-4", ()),
+        # One of each kind of layer.
+        ("Qwen3-4B", "tpu-v6e-8", ()),
+        ("gemma-2-9b", "tpu-v5e-8", ()),
+        ("gpt-oss-20b", "tpu-v6e-8", ()),
+        ("Qwen3-30B-A3B", "tpu-v6e-8", ("expert_parallel",)),
+        ("deepseek_v3", "tpu-v5e-8", ("expert_parallel", "context_parallel")),
+        ("LFM2-1.2B", "tpu-v5e-8", ()),
+        ("Qwen3.5-0.8B", "tpu-v5e-8", ()),
         ("granite-4.0-h-tiny", "tpu-v6e-8", ()),
+        ("Qwen3-4B", "h100-8", ()),
+        ("gemma-2-9b", "h100-8", ()),
+        ("gpt-oss-20b", "h100-8", ("expert_parallel",)),
+        ("Qwen3-30B-A3B", "h100-8", ()),
+        ("deepseek_v3", "h100-8", ("context_parallel",)),
+        ("LFM2-1.2B", "h100-8", ()),
+        ("Qwen3.5-0.8B", "h100-8", ()),
+        ("granite-4.0-h-tiny", "h100-8", ()),
     ],
 )
 def test_every_program_compiles_for_several_devices(model: str, machine: str, ways: tuple[str, ...]) -> None:

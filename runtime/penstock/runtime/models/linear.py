@@ -48,7 +48,13 @@ from penstock.runtime.ops.native import adapters as native_adapters
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
 from penstock.runtime.ops.native.norm import can_normalize, normalize
-from penstock.runtime.ops.products import gated, matmul_int8, matmul_transposed
+from penstock.runtime.ops.products import (
+    as_stored,
+    gated,
+    has_outputs_last,
+    matmul_int8,
+    matmul_transposed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +310,7 @@ class Embedding(Linear):
         if self.form.codes is not None:
             return rows_of(table, token_ids, self.in_size, self.dtype)
         by_bits = self._gathered_by_bits if table.dtype.itemsize == 2 else self._gathered
-        tokens_last = not self.packed and table.shape[1] % TPU_LANES > 0 and table.shape[0] % TPU_LANES == 0
+        tokens_last = not self.packed and has_outputs_last(table)
         rows: jax.Array = jax.lax.platform_dependent(
             table,
             token_ids,
@@ -337,9 +343,10 @@ class Embedding(Linear):
 
 def rows_by_blocks(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Read rows token_ids int32 [T] of a table [V, E] -> [T, E], each out of the block of 128 tokens that has
-    it. XLA's TPU backend stores a table by blocks of so many tokens if E is no multiple of 128 and V is one.
-    It would copy the whole table to gather rows.
+    it. XLA's TPU backend stores a table by blocks of so many tokens where `has_outputs_last`. It would copy
+    the whole table to gather rows.
     """
+    table = as_stored(table)
 
     def row(token: jax.Array) -> jax.Array:
         block = jax.lax.dynamic_slice_in_dim(table, token // TPU_LANES * TPU_LANES, TPU_LANES)
@@ -445,8 +452,16 @@ def project_gated(
         weight, options = gate_up.operands(pools), _norm_options(norm, pools)
         more = _more(gate_up, x, num_rows, pools, norm)
         return native.linear(x, (weight,), num_rows=num_rows, gate=activation, more=more, **options)
-    both = project(gate_up, x, num_rows, pools, norm=norm).astype(jnp.float32)
-    return gated(activation, both).astype(x.dtype)
+    both = _as_rounded(project(gate_up, x, num_rows, pools, norm=norm))
+    return gated(activation, both.astype(jnp.float32)).astype(x.dtype)
+
+
+def _as_rounded(x: jax.Array) -> jax.Array:
+    """Return x, which is rounded, as it is. On a TPU XLA would leave out that it is rounded, and so write and
+    read it in float32, which is twice the bytes.
+    """
+    rounded: jax.Array = jax.lax.platform_dependent(x, tpu=jax.lax.optimization_barrier, default=lambda x: x)
+    return rounded
 
 
 def project_gate(

@@ -14,7 +14,7 @@ from penstock.runtime.ops.adapters import ExpertAdapters, added, delta
 from penstock.runtime.ops.codes import OUTPUTS, matmul_codes
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.native.experts import Score
-from penstock.runtime.ops.products import gated, matmul_int8, matmul_transposed
+from penstock.runtime.ops.products import as_stored, gated, matmul_int8, matmul_transposed
 
 _TINY = np.float32(1e-20)
 """Added to a sum of scores, as transformers does, because sigmoids of large negative logits are zero."""
@@ -166,7 +166,8 @@ def experts(
         width *= OUTPUTS
     none = jnp.zeros((*ids.shape, width), jnp.float32)
     between = None if adapters is None else jnp.zeros((*ids.shape, adapters.down.in_size), x.dtype)
-    each = (jnp.arange(count, dtype=jnp.int32), gate_up, down)
+    stacks = (stack._replace(weight=as_stored(stack.weight)) for stack in (gate_up, down))
+    each = (jnp.arange(count, dtype=jnp.int32), *stacks)
     (chosen, between), _ = jax.lax.scan(add, (none, between), each)
     if adapters is not None and chosen_rows is not None and between is not None:
         more = delta(between.reshape(-1, between.shape[2]), chosen_rows, adapters.down)

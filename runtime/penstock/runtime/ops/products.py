@@ -9,7 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
+from penstock.runtime.ops.cache_spec import TPU_LANES
 from penstock.runtime.ops.native.activations import Activation
 
 _GPT_OSS_SLOPE = np.float32(1.702)
@@ -49,3 +51,27 @@ def gated(activation: Activation, both: jax.Array, limit: float = 0.0) -> jax.Ar
             return gate * jax.nn.sigmoid(_GPT_OSS_SLOPE * gate) * (up + np.float32(1))
         case "sigmoid":
             return jax.nn.sigmoid(gate) * up
+
+
+def has_outputs_last(weight: jax.Array) -> bool:
+    """Say whether XLA's TPU backend stores weights [..., out, in] of such a shape in tiles of 128 outputs,
+    and not of 128 inputs: where the former divide and the latter do not, so that it need not pad them.
+    """
+    outputs, inputs = weight.shape[-2:]
+    return inputs % TPU_LANES > 0 and outputs % TPU_LANES == 0
+
+
+def as_stored(weight: jax.Array) -> jax.Array:
+    """Return weights [..., out, in] that a loop reads. On a TPU the loop reads them as they are stored. On a
+    mesh XLA would otherwise choose another layout for the loop, and copy them for it.
+    """
+    if not has_outputs_last(weight):
+        return weight
+    *outer, outputs, inputs = range(weight.ndim)
+    layout = Layout(major_to_minor=(*outer, inputs, outputs))
+    stored: jax.Array = jax.lax.platform_dependent(
+        weight,
+        tpu=lambda weight: with_layout_constraint(weight, layout),
+        default=lambda weight: weight,
+    )
+    return stored
