@@ -116,12 +116,6 @@ def build(
         )
     check_adapters(model, config)
     check_draft(model, config)
-    if model.draft is not None and log_of_calls is not None:
-        raise ConfigError(
-            "speculation: a group of processes takes no heads"
-            if model.draft.is_of_checkpoint
-            else "draft_model: a group of processes takes no draft"
-        )
     use_compilation_cache(config.compilation_cache)
     groups = largest_groups(model.caches, config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
@@ -133,7 +127,7 @@ def build(
     elif log_of_calls is None:
         runner = ModelRunner(*parts, model.draft)
     else:
-        runner = LeadingRunner(*parts, log_of_calls)
+        runner = LeadingRunner(*parts, model.draft, log_of_calls)
     batch_invariant = model.is_native and runner.device.attends_batch_invariantly
     batch_invariant = batch_invariant and (model.adapted is None or model.adapted.is_native)
     is_native = batch_invariant if backend.needs_all_native else runner.device.decodes_natively

@@ -274,12 +274,6 @@ def test_auto_is_the_draft_where_there_is_one() -> None:
     assert Engine(both, config).config.speculation == "draft"
 
 
-def test_a_group_of_processes_takes_no_draft() -> None:
-    model = dataclasses.replace(table_model(TABLES), draft=draft_of(TABLES, VOCAB))
-    with pytest.raises(ConfigError, match="draft_model: a group of processes"):
-        Engine(model, toy_config(speculation="draft", draft_model="tables"), log_of_calls=mock.Mock())
-
-
 @pytest.mark.parametrize(
     ("target", "draft", "problem"),
     [
@@ -288,7 +282,7 @@ def test_a_group_of_processes_takes_no_draft() -> None:
         ("qwen3", "encoders/bert", "it generates nothing"),
         ("qwen3", "qwen3_vl", "it reads pictures"),
         ("qwen3", "gpt2", "its tokenizer is another one"),
-        ("lfm2", "qwen3", "the model that is served has a recurrent state"),
+        ("mamba2", "qwen3", "the model that is served has no layers that attend"),
         ("mistral_swa", "qwen3", "all layers of the model that is served have a sliding window"),
         ("qwen3_vl", "qwen3", "the model that is served reads pictures"),
         ("encoders/bert", "qwen3", "the model that is served generates nothing"),
@@ -303,10 +297,16 @@ def test_a_draft_is_refused_where_it_cannot_work(target: str, draft: str, proble
     assert str(refused.value).startswith(f"draft_model: {GOLDEN / draft}: ")
 
 
-def test_a_model_that_is_cut_takes_no_draft() -> None:
-    folder = str(GOLDEN / "qwen3")
-    config = EngineConfig(dtype="float32", speculation="draft", draft_model=folder, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="is cut over devices"):
+def test_a_draft_does_not_go_with_dealt_pages() -> None:
+    folder = str(GOLDEN / "deepseek_v3")
+    config = EngineConfig(
+        dtype="float32",
+        speculation="draft",
+        draft_model=folder,
+        tensor_parallel_size=2,
+        context_parallel=True,
+    )
+    with pytest.raises(ConfigError, match=r"draft_model: .* does not go with context_parallel"):
         load_model(folder, config, toy_backend())
 
 

@@ -172,7 +172,6 @@ def test_guesses_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
         max_num_batched_tokens=64,
         max_num_seqs=1,
         max_decode_steps=1,
-        tensor_parallel_size=1,
         **options,
     )
     with mock.patch.object(building, "Drafting", return_value=proposer):
@@ -230,7 +229,12 @@ def test_what_is_read_of_the_layer_and_what_it_takes(tmp_path: Path) -> None:
         ("encoders/bert", {}, ConfigError, "speculation: BertModel has no heads here"),
         ("lfm2", {}, ConfigError, "speculation: Lfm2ForCausalLM has no heads here"),
         ("deepseek_v3", {}, CheckpointError, "model.layers.3.eh_proj.weight"),
-        ("deepseek_v3", {"tensor_parallel_size": 2}, ConfigError, "speculation: heads need one device"),
+        (
+            "deepseek_v3",
+            {"tensor_parallel_size": 2, "context_parallel": True},
+            ConfigError,
+            "speculation: heads do not go with context_parallel",
+        ),
         ("deepseek_v3", {"draft_model": "demo"}, ConfigError, "draft_model: goes with"),
     ],
 )
@@ -261,7 +265,6 @@ def test_heads_of_a_gguf_file_are_refused() -> None:
 
 
 def test_heads_and_options_go_together() -> None:
-    """A group of processes takes none."""
     alone = table_model(random_tables())
     heads = DraftModel(
         name="heads", graphdef=None, weights=None, cache=alone.cache, vocab_size=alone.vocab_size
@@ -270,8 +273,6 @@ def test_heads_and_options_go_together() -> None:
     for model, options in ((alone, config), (both, toy_config(speculation="lookup")), (both, toy_config())):
         with pytest.raises(ConfigError, match="speculation: a model has heads"):
             Engine(model, options)
-    with pytest.raises(ConfigError, match="speculation: a group of processes takes no heads"):
-        Engine(both, config, log_of_calls=mock.Mock())
 
 
 NATIVE: dict[str, Any] = {
@@ -363,20 +364,26 @@ def write_random(folder: Path, fields: dict[str, Any]) -> Path:
 @pytest.mark.sweep
 @pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 @pytest.mark.parametrize(
-    ("fields", "more"),
-    [(NATIVE, {}), (HYBRID, {}), (LLAMA, {}), (LLAMA, {"kv_cache_dtype": "int8", "quantization": "int8"})],
-    ids=["mixture", "hybrid", "EAGLE", "EAGLE in int8"],
+    ("fields", "head", "more"),
+    [
+        (NATIVE, None, {}),
+        (HYBRID, None, {}),
+        (LLAMA, EAGLE, {}),
+        (LLAMA, EAGLE, {"kv_cache_dtype": "int8", "quantization": "int8"}),
+        (HYBRID, EAGLE | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, {}),
+    ],
+    ids=["mixture", "hybrid", "EAGLE", "EAGLE in int8", "EAGLE of a hybrid"],
 )
 def test_native_kernels_give_the_same_bits(
-    fields: dict[str, Any], more: dict[str, Any], tmp_path: Path
+    fields: dict[str, Any], head: dict[str, Any] | None, more: dict[str, Any], tmp_path: Path
 ) -> None:
     """Tokens and log-probabilities, greedy and sampled, in steps with proposals and without, also of several
     outputs of a prompt.
     """
     folder = write_random(tmp_path / "model", fields)
     guessing: dict[str, Any] = {"speculation": "heads"}
-    if fields is LLAMA:
-        draft = str(write_random(tmp_path / "draft", EAGLE))
+    if head is not None:
+        draft = str(write_random(tmp_path / "draft", head))
         guessing = {"speculation": "draft", "draft_model": draft}
     options = dataclasses.replace(GROUPED, dtype="bfloat16", **more)
     requests = [
@@ -439,7 +446,7 @@ def test_an_eagle_head_is_no_model_of_its_own() -> None:
         ("llama", {"eagle_aux_hidden_state_layer_ids": None}, "it reads what layers 2, 1, -1 read"),
         ("llama", {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "it reads what layers 0, 1, 3 read"),
         ("gemma", {}, "it has no embeddings, and GemmaForCausalLM changes its own"),
-        ("lfm2", {}, "the model that is served has a recurrent state"),
+        ("mamba2", {}, "the model that is served has no layers that attend"),
         ("llama", {"num_hidden_layers": 2}, "num_hidden_layers: must be 1, not 2"),
         ("llama", {"draft_vocab_size": 100}, "lm_head.weight"),
     ],

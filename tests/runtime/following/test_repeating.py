@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,16 +12,19 @@ import pytest
 from penstock.runtime.errors import GroupEnded
 from penstock.runtime.execution.buckets import Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.draft_model import DraftModel
+from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
-from penstock.runtime.following.interface import Call, Facts
+from penstock.runtime.following.interface import Call, Facts, Kind
 from penstock.runtime.following.leading import LeadingRunner
 from penstock.runtime.following.repeating import Repeater
 from penstock.runtime.requests.request import Request, StoppingParams
 from penstock.runtime.requests.sampling import ResolvedSampling
-from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, drafted_tokens
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.hybrid import hybrid_model, hybrid_tokens
+from tests.support.models.table import random_tables, table_model
 from tests.support.models.toy import EOS, VOCAB, toy_backend
 
 CONFIG = RunnerConfig(
@@ -68,11 +72,8 @@ def test_a_follower_chooses_the_same_tokens_where_some_are_proposed() -> None:
     log: Any = Log()
     no_updates: Any = None
     parts = (model.graphdef, model.weights, model.cache, CONFIG, toy_backend())
-    leader, follower = LeadingRunner(*parts, log), ModelRunner(*parts)
-    for runner in (leader, follower):
-        runner.initialize_kv_cache((16,))
-    programs = follower.compiled()
-    leader._calls = leader.make_calls(programs)
+    leader, follower = LeadingRunner(*parts, None, log), ModelRunner(*parts)
+    programs = compiled(leader, follower)
     repeater = Repeater(follower, programs, no_updates)
 
     prompts = {0: [1, 2, 3], 2: [5]}
@@ -104,9 +105,66 @@ def test_a_follower_chooses_the_same_tokens_where_some_are_proposed() -> None:
     assert leader.device.rows.tokens[0] == right[3]
     assert leader.execute(third).token_ids == [right[4:5], expected[2][2:3]]
     assert leader.execute(fourth).token_ids == [right[5:6], expected[2][3:4]]
-    for call in log.calls:
+    check_repeated(log.calls, repeater, leader, follower)
+
+
+def compiled(leader: LeadingRunner, follower: ModelRunner) -> Programs:
+    """Compile the programs of both once."""
+    for runner in (leader, follower):
+        runner.initialize_kv_cache((16,))
+    programs = follower.compiled()
+    leader._calls = leader.make_calls(programs)
+    return programs
+
+
+def check_repeated(
+    calls: list[Call], repeater: Repeater, leader: LeadingRunner, follower: ModelRunner
+) -> None:
+    """Check that a follower that makes these calls has on its device what the leader has."""
+    for call in calls:
         repeater.repeat(call)
     found, same = ((runner.device.rows, runner.device.kv) for runner in (follower, leader))
     jax.tree.map(np.testing.assert_array_equal, found, same)
     for runner in (leader, follower):
         runner.shutdown()
+
+
+@pytest.mark.ci
+def test_a_follower_guesses_what_the_leader_guesses() -> None:
+    """The draft has the tables of the model, so all four guesses are right, and the step makes five tokens.
+    Guesses are made on the device, and never told.
+    """
+    use_compilation_cache(TEST_CACHE)
+    tables = random_tables()
+    model = table_model(tables)
+    draft = DraftModel(
+        name="draft",
+        graphdef=model.graphdef,
+        weights=model.weights,
+        cache=model.cache,
+        vocab_size=model.vocab_size,
+    )
+    log: Any = Log()
+    no_updates: Any = None
+    config = dataclasses.replace(CONFIG, drafted_tokens=4)
+    parts = (model.graphdef, model.weights, model.cache, config, toy_backend(), draft)
+    leader, follower = LeadingRunner(*parts, log), ModelRunner(*parts)
+    programs = compiled(leader, follower)
+    repeater = Repeater(follower, programs, no_updates)
+    known = [1, 2, 3]
+    for _ in range(6):
+        known.append(int(np.argmax(tables.logits(known))))
+    request = Request("r", (1, 2, 3), ResolvedSampling(temperature=0.0), StoppingParams(ignore_eos=True))
+    first = Plan(
+        0,
+        (PlanRow("r", 1, 0, 3, (1, 2, 3), True),),
+        new_requests=((1, request),),
+        page_writes=(PageWrite(1, 0, (7, 9, 1)),),
+    )
+    second = Plan(1, (PlanRow("r", 1, 3, 5, None, True, 0, 5, drafted_tokens(4)),), proposer="draft")
+    assert leader.execute(first).token_ids == [known[3:4]]
+    assert leader.execute(second).token_ids == [known[4:9]]
+    assert [call.program for call in log.calls if call.kind is Kind.GUESS] == ["8"]
+    with pytest.raises(ValueError, match="guesses for 3 rows"):
+        repeater.repeat(Call(Kind.GUESS, "3"))
+    check_repeated(log.calls, repeater, leader, follower)

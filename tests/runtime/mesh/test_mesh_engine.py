@@ -1,6 +1,6 @@
 """The engine's and the server's own tests, with goldens that are cut over two devices of the CPU: schedules,
 prefix cache, forks, preemption, log-probabilities, hidden states, relevances, encoders, pictures, a cache of
-int8, grammars, pauses, weight updates and adapters are as on one device.
+int8, grammars, pauses, weight updates, adapters, drafts and heads are as on one device.
 """
 
 import os
@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[3]
         ("tests/service/servicers/readings/test_encoders.py", "-m", ""),
         ("tests/service/servicers/weights/test_update_weights_real.py",),
         ("tests/service/servicers/images/test_golden_images.py", "-m", "not sweep"),
+        ("tests/runtime/engine/test_heads.py", "-k", "guesses_are", "-m", ""),
+        ("tests/runtime/engine/answers/test_speculation_models.py", "-k", "draft and not native", "-m", ""),
     ],
     ids=lambda tests: Path(tests[0]).stem,
 )

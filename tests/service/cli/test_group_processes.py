@@ -26,6 +26,7 @@ from penstock.v1 import (
 )
 from tests.service.group.test_group import certificates
 from tests.service.tls_rig import CA, CERTS
+from tests.support.goldens import golden_of, with_heads
 from tests.support.models.compilation_cache import TEST_CACHE
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -112,6 +113,31 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
             assert control.Pause(control_pb2.PauseRequest(free_kv_cache=True), timeout=60).freed_bytes > 0
             control.Resume(control_pb2.ResumeRequest(), timeout=60)
             assert list(ask(stub, cases[0]).outputs[0].token_ids) == cases[0]["tokens"]
+        group.processes[1].send_signal(signal.SIGTERM)
+        assert group.wait_codes(60.0) == [75, 0], group.output(0) + group.output(1)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["deepseek_v3", "eagle_llama"])
+def test_what_guesses_in_a_group_changes_no_token(name: str, tmp_path: Path) -> None:
+    """The layer of the checkpoint that guesses, or an EAGLE head beside it, is cut over both processes."""
+    target = golden_of(name)
+    cases = json.loads((GOLDEN / target / "expected.json").read_text())["cases"]
+    if name.startswith("eagle_"):
+        model, flags = GOLDEN / target, ["--speculation=draft", f"--draft-model={GOLDEN / 'heads' / name}"]
+    else:
+        model, flags = with_heads(name, tmp_path), ["--speculation=heads"]
+    with Group(str(model), CACHE, "--tensor-parallel-size=2", *flags) as group:
+        group.wait_ready()
+        proposed = 0
+        with grpc.insecure_channel(group.address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            for _ in range(4):
+                for case in cases:
+                    reply = ask(stub, case)
+                    assert list(reply.outputs[0].token_ids) == case["tokens"]
+                    proposed += reply.usage.proposed_tokens
+        assert proposed > 0
         group.processes[1].send_signal(signal.SIGTERM)
         assert group.wait_codes(60.0) == [75, 0], group.output(0) + group.output(1)
 

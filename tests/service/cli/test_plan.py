@@ -117,11 +117,18 @@ def test_a_model_is_dealt_as_the_server_deals_it(run: Run) -> None:
     assert machine["kv_bytes_per_row"] == 64 * 3 * 48 * 4 // 2
 
 
-def test_what_cannot_be_cut_is_not_compiled(run: Run, qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_cut_is_not_compiled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(absent, "compiled_temp_bytes", lambda *_: pytest.fail("programs are compiled"))
-    code, shown, _ = run(qwen, "--for", "tpu-v5e-4", "--compile", "--draft-model", qwen)
+    code, shown, _ = run(str(GOLDEN / "bamba"), "--for", "tpu-v5e-4", "--compile")
     assert code == 1
-    assert "tpu-v5e-4: draft_model: a model that is cut over devices takes no draft" in shown
+    assert "tpu-v5e-4: tensor_parallel_size: BambaForCausalLM cannot be cut over 4 devices" in shown
+
+
+def test_a_draft_does_not_go_with_dealt_pages(run: Run) -> None:
+    latent = str(GOLDEN / "deepseek_v3")
+    code, shown, _ = run(latent, "--for", "h100-2", "--context-parallel", "--draft-model", latent)
+    assert code == 1
+    assert "h100-2: draft_model: does not go with context_parallel" in shown
 
 
 def test_the_programs_of_a_draft_are_compiled(run: Run, qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,14 @@ from penstock.runtime.loading.pooling import projection_files
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.model_files import read_json_object
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of what leader and followers tell each other."""
 _PACKAGES = ("penstock", "jax", "jaxlib", "flax", "numpy")
 _OWN = frozenset(
     {
         "adapter_dir",  # the leader alone reads adapters
         "compilation_cache",
+        "draft_model",  # as the model: a digest of its files is compared
         "metrics",
         "native_folder",
         "served_model_name",
@@ -55,6 +56,9 @@ def process_facts(model: str, config: EngineConfig, processes: int) -> Facts:
         "the instruction sets": _instruction_sets(),
         **options,
         "the digest of the model's files": model_digest(resolve_model(model)),
+        "the digest of the draft's files": ""
+        if config.draft_model is None
+        else model_digest(resolve_model(config.draft_model)),
     }
 
 
@@ -65,6 +69,7 @@ def program_facts(runner: ModelRunner, programs: Programs) -> Facts:
         "max_model_len": str(runner.config.max_model_len),
         "state_snapshots": str(runner.config.num_snapshots),
         "the list of programs": ", ".join(key.name for key in programs.steps),
+        "the rows of programs that guess": ", ".join(map(str, programs.guesses)),
     }
 
 

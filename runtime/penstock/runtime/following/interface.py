@@ -88,6 +88,7 @@ class Kind(enum.Enum):
 
     FORWARD = "forward"
     FORWARD_PROPOSED = "forward_proposed"
+    GUESS = "guess"
     WINDOW = "window"
     CHOOSE = "choose"
     PROMPT_LOGPROBS = "prompt_logprobs"
@@ -109,9 +110,9 @@ class Call(NamedTuple):
 
     kind: Kind
     program: str = ""
-    """Which of several programs it calls: the name of a `ProgramKey`, the number of patches of ENCODE, or
-    that of the update of INSTALL_WEIGHTS, or CHECKED for a choice where tokens are proposed. For
-    WRITE_ADAPTER the digest of the adapter.
+    """Which of several programs it calls: the name of a `ProgramKey`, the number of patches of ENCODE, that
+    of the rows of GUESS, or that of the update of INSTALL_WEIGHTS, or CHECKED for a choice where tokens are
+    proposed. For WRITE_ADAPTER the digest of the adapter.
     """
     arrays: tuple[NDArray[Any], ...] = ()
     """The arguments besides what lies on the devices."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device_state import DeviceState
+from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.images import EncodeCall
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import AwaitingTokens, Ints, ModelRunner, PendingStep, ProgramCalls
@@ -45,6 +46,11 @@ class LeadingCalls(ProgramCalls):
         """See `ProgramCalls`."""
         self._log.append(Call(Kind.WINDOW, key.name, (packed,)))
         return super().window(key, packed)
+
+    def guess(self, rows: int, packed: Ints) -> None:
+        """See `ProgramCalls`."""
+        self._log.append(Call(Kind.GUESS, str(rows), (packed,)))
+        super().guess(rows, packed)
 
     def choose(
         self, logits: jax.Array, packed: Ints, mask: Ints | None, checks: Ints | None = None
@@ -108,11 +114,12 @@ class LeadingRunner(ModelRunner):
         cache: Any,
         config: RunnerConfig,
         backend: Backend,
+        draft: DraftModel | None,
         log: DispatchLog,
     ) -> None:
         check_pictures(config.vision, config.encode_buckets)
         check_adapters(config)
-        super().__init__(graphdef, weights, cache, config, backend)
+        super().__init__(graphdef, weights, cache, config, backend, draft)
         self._log = log
 
     def compile(self) -> None:

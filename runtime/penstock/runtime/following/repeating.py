@@ -42,6 +42,8 @@ class Repeater:
                 self._logits, self._hidden = forward
             case Kind.WINDOW:
                 calls.window(self._key(call.program), *arrays)
+            case Kind.GUESS:
+                calls.guess(self._guessed_rows(call.program), *arrays)
             case Kind.CHOOSE:
                 packed, *others = arrays
                 checks = others.pop(0) if call.program == CHECKED else None
@@ -89,6 +91,12 @@ class Repeater:
         if name not in self._keys:
             raise ValueError(f"there is no program {name!r}")
         return self._keys[name]
+
+    def _guessed_rows(self, program: str) -> int:
+        rows = int(program)
+        if rows not in self._calls.programs.guesses:
+            raise ValueError(f"there is no program that guesses for {rows} rows")
+        return rows
 
     def _encode_call(self, bucket: int, arrays: Sequence[NDArray[Any]]) -> EncodeCall:
         vision = self._runner.config.vision

@@ -205,7 +205,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         cache=cache,
         draft_bytes=0
         if draft is None
-        else sum(map(_num_bytes, leaf_shapes(draft.config, draft.dtype, draft.linear).values())),
+        else _bytes_on_one(leaf_shapes(draft.config, draft.dtype, draft.linear).values(), draft.config),
         sampling_bytes=8 * resolved.feature_slots * config.vocab_size,
         kernels_dtype=lacking_kernels(options.dtype, facts.dtype, backend),
         has_image_processor=facts.image_processor is not None,

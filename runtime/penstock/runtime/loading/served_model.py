@@ -27,7 +27,13 @@ from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.runner_config import check_end_tokens
 from penstock.runtime.images.reader import Processor
 from penstock.runtime.images.vision import Vision
-from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
+from penstock.runtime.loading.checkpoint import (
+    Placement,
+    check_tensors,
+    config_for_tensors,
+    load_leaves,
+    read_config,
+)
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
@@ -258,8 +264,10 @@ def _with_heads(config: ModelConfig, options: EngineConfig) -> ModelConfig:
             f"speculation: {config.architecture} has no heads here: the checkpoint must have exactly one "
             "layer that predicts, and the family must be one whose heads are read, see docs/models.md"
         )
-    if (options.tensor_parallel_size or 1) > 1:
-        raise ConfigError("speculation: heads need one device: set tensor_parallel_size to 1")
+    if options.context_parallel:
+        raise ConfigError(
+            "speculation: heads do not go with context_parallel, which deals the pages of latents"
+        )
     if config.cache.windows[0] is not None:
         raise ConfigError(
             f"speculation: all layers of {config.architecture} have a sliding window, so pages behind it are "
@@ -292,21 +300,36 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     facts = read_checkpoint(directory, config, backend)
     read = None if config.draft_model is None else read_draft(config.draft_model, facts, config, backend)
     adapted = adapted_of(facts.config, facts.dtype, facts.linear, config)  # refused before weights are read
-    draft = None if read is None else _load_draft(read, facts.config, config, backend)
+    draft = None
+    if read is not None:
+        home = cut_sharding(backend.mesh)
+        draft = _draft_of(read, _load_own(read.directory, read.facts, config, backend, home), facts.config)
     stages = stages_of(facts.config, config.pipeline_parallel_size)
+    leaves = _load_own(directory, facts, config, backend, partial(_home, stages, backend))
+    served = _served(model, directory, config, facts, leaves, adapted, draft)
+    return dataclasses.replace(served, stages=stages)
+
+
+def _load_own(
+    directory: Path,
+    facts: CheckpointFacts,
+    config: EngineConfig,
+    backend: Backend,
+    placement: Placement,
+) -> Mapping[Any, Any]:
+    """Load what the devices of this process have of a checkpoint's leaves."""
     own, devices = own_devices(backend.mesh), backend.mesh.size
     leaves = load_leaves(
         directory,
         own_rules(facts.rules, own, devices),
         facts.tensors,
         own_shapes(leaf_shapes(facts.config, facts.dtype, facts.linear), own, devices),
-        placement=partial(_home, stages, backend),
+        placement=placement,
         progress=config.show_progress,
         threads=config.threads or available_processors(),
     )
     host_memory.give_back()
-    served = _served(model, directory, config, facts, leaves, adapted, draft)
-    return dataclasses.replace(served, stages=stages)
+    return leaves
 
 
 def _home(stages: tuple[Stage, ...], backend: Backend, path: ParamPath) -> NamedSharding:
@@ -417,6 +440,7 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
         options,
         dtype=np.dtype(target.dtype).name,
         max_model_len=options.max_model_len or target.usual_length,
+        expert_parallel=False,  # a draft may have no experts; those of one that has some are cut
         max_adapters=0,
         adapter_experts=False,
         adapter_dir=None,
@@ -449,15 +473,10 @@ def why_no_draft(model: ModelConfig, target: ModelConfig) -> str:
 
 def _why_no_target(target: ModelConfig) -> str:
     """Say why a model takes no draft; empty if it does."""
-    if target.devices > 1:
-        return "the model that is served is cut over devices: set tensor_parallel_size to 1"
     if not target.generates:
         return "the model that is served generates nothing"
-    if target.cache.has_state:
-        return (
-            "the model that is served has a recurrent state, so only lookup, and heads of its checkpoint, "
-            "guess for it"
-        )
+    if not target.cache.paged:
+        return "the model that is served has no layers that attend, whose pages a draft could have"
     if target.cache.windows[0] is not None:
         return (
             "all layers of the model that is served have a sliding window, so pages behind it are given back"
@@ -516,21 +535,6 @@ def _vocabulary(text: TextCodec | None) -> dict[str, int] | None:
 
 def _below(vocabulary: Mapping[str, int], size: int) -> dict[str, int]:
     return {token: i for token, i in vocabulary.items() if i < size}
-
-
-def _load_draft(read: DraftFacts, target: ModelConfig, config: EngineConfig, backend: Backend) -> DraftModel:
-    facts = read.facts
-    leaves = load_leaves(
-        read.directory,
-        facts.rules,
-        facts.tensors,
-        leaf_shapes(facts.config, facts.dtype, facts.linear),
-        placement=cut_sharding(backend.mesh),
-        progress=config.show_progress,
-        threads=config.threads or available_processors(),
-    )
-    host_memory.give_back()
-    return _draft_of(read, leaves, target)
 
 
 def _draft_of(read: DraftFacts, leaves: Mapping[Any, Any], target: ModelConfig) -> DraftModel:

@@ -74,6 +74,9 @@ def cut(
         layers=tuple(_layer(layer, devices, expert_parallel, context_parallel) for layer in config.layers),
         devices=devices,
         whole=config,
+        predictor=None
+        if config.predictor is None
+        else _layer(config.predictor, devices, expert_parallel, context_parallel),
         per_layer=_per_layer(config.per_layer, devices),
         vocab_pieces=_pieces_of_tokens(config.vocab_size, devices),
     )
@@ -139,7 +142,7 @@ def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[
         if devices % size:
             divides(what, size)
 
-    for layer in config.layers:
+    for layer in (*config.layers, *([config.predictor] if config.predictor and config.predicts else ())):
         attention = layer.attention
         if layer.beside is not None:
             divides("mamba_n_heads", layer.beside.num_heads)

@@ -38,7 +38,7 @@ from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.loading.served_model import ServedModel, placed_shapes, reader_of, shapes_of_model
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.cutting import cut_for
+from penstock.runtime.models.cutting import cut, cut_for
 from penstock.runtime.models.params import abstract_model, model_dtype, state_of
 from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.planning.chips import MOST_COMPILED, Chip, Machine
@@ -135,6 +135,7 @@ def _draft_of_shapes(
     config: ModelConfig, dtype: np.dtype[np.generic], options: EngineConfig, backend: Backend
 ) -> DraftModel:
     """Make the draft of a model that is computed in this dtype."""
+    config = cut(config, backend.mesh.size)
     config = config.for_context(options.max_model_len or config.max_position_embeddings)
     linear = backend.linear_format(dtype, options.quantization)
     graphdef, _ = abstract_model(config, dtype, linear)
@@ -205,7 +206,9 @@ def compiled_temp_bytes(
         )
     backend = absent_backend(machine, options)
     own = cut_for(config, options, machine.devices).cache
-    own = (own if draft is None else own.followed_by(draft.cache)).laid_out(backend.lanes)
+    if draft is not None:
+        own = own.followed_by(cut(draft, machine.devices).cache)
+    own = own.laid_out(backend.lanes)
     pages = -(-(options.max_model_len or config.max_position_embeddings) // options.page_size)
     pages += machine.devices  # each has as many of dealt pages as any other
     rows = options.max_num_seqs or backend.sizes.num_seqs

@@ -40,7 +40,7 @@ from penstock.runtime.models.config import (
     MLPConfig,
     ModelConfig,
 )
-from penstock.runtime.models.cutting import cut_for
+from penstock.runtime.models.cutting import cut, cut_for
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.params import leaf_shapes, model_dtype
@@ -125,8 +125,9 @@ def plan(
     rows = resolved.max_num_seqs
     try:
         model = cut_for(model, options, machine.devices)
-        if draft is not None and machine.devices > 1:
-            raise ConfigError("draft_model: a model that is cut over devices takes no draft")
+        if draft is not None and options.context_parallel:
+            raise ConfigError("draft_model: does not go with context_parallel")
+        draft = None if draft is None else cut(draft, machine.devices)
         model.cache.laid_out(_lanes(machine)).check_dtype(options.kv_cache_dtype)
     except ConfigError as error:
         return Plan(machine=machine, fits=False, problem=str(error), context=context, rows=rows)
