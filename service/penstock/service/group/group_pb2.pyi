@@ -64,6 +64,8 @@ class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kind.ValueType],
     """
     KIND_FORWARD_PROPOSED: _Kind.ValueType  # 16
     """The model of a step that has proposed tokens."""
+    KIND_GUESS: _Kind.ValueType  # 17
+    """Has the draft model, or the heads, guess tokens. The program is the number of rows."""
 
 class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
     """What a call does."""
@@ -104,6 +106,8 @@ is its digest.
 """
 KIND_FORWARD_PROPOSED: Kind.ValueType  # 16
 """The model of a step that has proposed tokens."""
+KIND_GUESS: Kind.ValueType  # 17
+"""Has the draft model, or the heads, guess tokens. The program is the number of rows."""
 Global___Kind: _TypeAlias = Kind  # noqa: Y015
 
 @_typing.final
