@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from penstock.runtime.config import EngineConfig
 from tests.front_processes import FRONT_PROCESSES
 from tests.support.suite import drawing, quick_xla
 from tests.support.suite.costs import Costs
@@ -41,6 +42,9 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.update(quick_xla.environment(users=USERS_XLA))
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: a test that tried would fail at once
+
+# Engines of the suite propose nothing unless a test says so: each would compile more programs, for seconds.
+(EngineConfig.__init__.__kwdefaults__ or {}).update(speculation="off")
 
 # An example may take any time, because the machine may be busy; hypothesis allows 200 ms otherwise.
 settings.register_profile("penstock", deadline=None)

@@ -27,7 +27,7 @@ from penstock.runtime.execution.backend import (
 )
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
-from penstock.runtime.execution.device_state import DeviceState, peak_temp_bytes
+from penstock.runtime.execution.device_state import DeviceState, holds_for_attention, peak_temp_bytes
 from penstock.runtime.execution.images import encode_buckets
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
 from penstock.runtime.execution.pipeline import NUM_TURNS, PipelineRunner
@@ -104,7 +104,7 @@ def build(
     cache = model.cache
     config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
-    if config.speculation != options.speculation and model.reader is not None:
+    if config.speculation != options.speculation != "auto" and model.reader is not None:
         log.warning("speculation: nothing is proposed, because the model generates nothing")
     better = lacking_kernels(options.dtype, np.dtype(model.dtype), backend)
     if better is not None:
@@ -113,6 +113,11 @@ def build(
             "a fraction of the processor time",
             np.dtype(model.dtype),
             better,
+        )
+    if options.speculation == "auto" and config.speculation == "off" and options.max_proposed_tokens:
+        log.warning(
+            "max_proposed_tokens: has no effect, because nothing is proposed: the model generates nothing, "
+            "or its bits may depend on a step's size; speculation says who is to propose all the same"
         )
     check_adapters(model, config)
     check_draft(model, config)
@@ -128,8 +133,7 @@ def build(
         runner = ModelRunner(*parts, model.draft)
     else:
         runner = LeadingRunner(*parts, model.draft, log_of_calls)
-    batch_invariant = model.is_native and runner.device.attends_batch_invariantly
-    batch_invariant = batch_invariant and (model.adapted is None or model.adapted.is_native)
+    batch_invariant = _is_batch_invariant(model, config, backend)
     is_native = batch_invariant if backend.needs_all_native else runner.device.decodes_natively
     if config.native == "require" and not is_native:
         raise ConfigError(backend.kernels_cannot)
@@ -163,7 +167,10 @@ def build(
     )
     return EngineParts(
         runner=runner,
-        scheduler=Scheduler(_scheduler_config(model, config, shapes, kv), _proposer(config, model.cache)),
+        scheduler=Scheduler(
+            _scheduler_config(model, config, shapes, kv),
+            _proposer(config, model.cache, reads_earlier=options.speculation != "auto"),
+        ),
         pacer=Pacer(config.decode_window_s, config.max_decode_steps, config.target_itl_s or 0.0),
         config=config,
         info=ModelInfo(
@@ -199,11 +206,46 @@ def longest_shapes(
     """
     model.cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
-    if config.speculation == "auto":
-        config = dataclasses.replace(config, speculation="lookup" if config.draft_model is None else "draft")
+    chosen = config.speculation
     if model.reader is not None:
-        config = dataclasses.replace(config, speculation="off", max_proposed_tokens=None)
+        chosen = "off"
+    elif chosen == "auto":
+        chosen = _usual_speculation(model, config, backend)
+    if chosen != config.speculation:
+        most = None if chosen == "off" else config.max_proposed_tokens
+        config = dataclasses.replace(config, speculation=chosen, max_proposed_tokens=most)
     return config, _runner_config(model, config, _buckets(model, config, backend), backend, threads=threads)
+
+
+def _usual_speculation(model: ServedModel, config: ResolvedConfig, backend: Backend) -> str:
+    """Return who proposes tokens where the operator has not said it. Nobody does where a step's size might
+    change a bit, and thereby a token.
+    """
+    if config.draft_model is not None:
+        return "draft"
+    proposes = not model.stages and _is_batch_invariant(model, config, backend)
+    return "lookup" if proposes else "off"
+
+
+def _is_batch_invariant(model: ServedModel, config: ResolvedConfig, backend: Backend) -> bool:
+    """See `ModelInfo.batch_invariant`."""
+    if not model.is_native or (model.adapted is not None and not model.adapted.is_native):
+        return False
+    if model.cache.has_state and not backend.recurs_batch_invariantly:
+        return False
+    return holds_for_attention(
+        backend.attends_batch_invariantly,
+        model.cache,
+        dtype=np.dtype(model.dtype),
+        kv_dtype=_kv_dtype(model, config, backend),
+        page_size=config.page_size,
+        num_slots=config.max_num_seqs,
+    )
+
+
+def _kv_dtype(model: ServedModel, config: ResolvedConfig, backend: Backend) -> np.dtype[Any]:
+    """Return what keys and values are stored in."""
+    return backend.kv_storage_dtype(cache_dtype(config.kv_cache_dtype, np.dtype(model.dtype)))
 
 
 def kv_plan(
@@ -286,10 +328,15 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
         )
 
 
-def _proposer(config: ResolvedConfig, cache: CacheSpec) -> Proposer | None:
+def _proposer(config: ResolvedConfig, cache: CacheSpec, *, reads_earlier: bool) -> Proposer | None:
+    """`reads_earlier`: whether a lookup also looks at what earlier requests have said. Whoever can see what
+    is proposed learns of them, so the operator must have asked for it.
+    """
     if config.speculation in ON_DEVICE:
         return Drafting(config.speculation, computes_again=cache.has_state)
-    return None if config.speculation == "off" else Lookup(computes_again=cache.has_state)
+    if config.speculation == "off":
+        return None
+    return Lookup(computes_again=cache.has_state, reads_earlier=reads_earlier)
 
 
 def _drafted_tokens(config: ResolvedConfig) -> int:
@@ -386,7 +433,7 @@ def _runner_config(
         max_model_len=config.max_model_len or model.max_model_len,
         page_size=config.page_size,
         dtype=model.dtype,
-        kv_dtype=backend.kv_storage_dtype(cache_dtype(config.kv_cache_dtype, np.dtype(model.dtype))),
+        kv_dtype=_kv_dtype(model, config, backend),
         vocab_size=model.vocab_size if model.reader is None else 1,  # of the logits: see `no_logits`
         eos_token_ids=model.eos_token_ids,
         num_classes=0 if classes is None else len(classes.labels),

@@ -180,12 +180,12 @@ class EngineConfig:
     decode_window_s: float = 0.02
     """Seconds that a window of decode steps should take at most. If eight steps or more fit, rows under a
     constraint have steps of their own between windows, at most one within this time."""
-    speculation: str = "off"
+    speculation: str = "auto"
     """Who proposes the next tokens of an output, which the model then checks in one step: "lookup" copies
     what followed the same words earlier in the prompt, in the output, or in requests with the same cache
     salt; "draft" is a second, smaller model, `draft_model`; "heads" is a layer of the checkpoint that
-    predicts the token after the next one; "auto" is the draft where there is one, else lookup. Outputs are
-    the same as with "off"."""
+    predicts the token after the next one. "auto" is the draft where there is one, else lookup within the
+    request's own tokens under `ModelInfo.batch_invariant`, else "off". Outputs are the same as with "off"."""
     draft_model: str | None = None
     """The model that guesses under speculation="draft" or "auto": a checkpoint directory, a GGUF file or a
     hub id. It has the tokenizer of the model that is served, and is computed in its dtype. Each KV page has
@@ -348,7 +348,8 @@ def _pipeline_problems(config: EngineConfig) -> list[str]:
         return []
     beside = {
         "tensor_parallel_size": ("a number", config.tensor_parallel_size is not None),
-        "speculation": ("off", config.speculation == "off"),
+        "speculation": ("auto or off", config.speculation in ("auto", "off")),
+        "draft_model": ("left out", config.draft_model is None),
         "max_adapters": ("0", config.max_adapters == 0),
         "compiled": ("left out", config.compiled is None),
     }

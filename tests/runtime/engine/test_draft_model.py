@@ -266,9 +266,21 @@ def test_a_model_has_a_draft_where_one_is_to_guess() -> None:
             Engine(model, config)
 
 
-def test_auto_is_the_draft_where_there_is_one() -> None:
-    model = table_model(TABLES)
-    assert Engine(model, toy_config(speculation="auto")).config.speculation == "lookup"
+def test_auto_is_the_draft_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Without one it is nobody where bits may depend on a step's size, else a lookup that knows of no other
+    request.
+    """
+    model, auto = table_model(TABLES), toy_config(speculation="auto")
+    assert Engine(model, auto).config.speculation == "off"
+    assert "max_proposed_tokens" not in caplog.text
+    assert Engine(model, dataclasses.replace(auto, max_proposed_tokens=2)).config.max_proposed_tokens is None
+    assert "max_proposed_tokens: has no effect" in caplog.text
+    native = dataclasses.replace(model, is_native=True)
+    backend = dataclasses.replace(toy_backend(), attends_batch_invariantly=lambda *_: True)
+    with mock.patch.object(building, "Lookup") as made:
+        assert Engine(native, auto, backend=backend).config.speculation == "lookup"
+        Engine(native, toy_config(speculation="lookup"), backend=backend)
+    assert [call.kwargs["reads_earlier"] for call in made.call_args_list] == [False, True]
     both = dataclasses.replace(model, draft=draft_of(TABLES, VOCAB))
     config = toy_config(speculation="auto", draft_model="tables")
     assert Engine(both, config).config.speculation == "draft"

@@ -22,11 +22,9 @@ from penstock.runtime import building
 from penstock.runtime.config import ACCELERATOR_SIZES, CPU_SIZES, SMALL_SIZES, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, choose_backend, mesh_of, most_devices
-from penstock.runtime.execution.buckets import Buckets
 from penstock.runtime.execution.compilation import compile_program
 from penstock.runtime.execution.device_state import holds_for_attention
 from penstock.runtime.execution.kv_sizing import DeviceMemory
-from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
 from penstock.runtime.ops.experts import experts
@@ -181,19 +179,11 @@ def test_a_kernel_is_asked_with_the_heads_that_the_model_has(num_heads: int, is_
         "eos_token_id": 11,
     }
     cache = parse_config(falcon).cache
-    config = RunnerConfig(
-        buckets=Buckets.default(4, 16),
-        max_num_seqs=4,
-        max_model_len=64,
-        page_size=64,
-        dtype=BF16,
-        kv_dtype=BF16,
-        vocab_size=128,
-        eos_token_ids=(11,),
-    )
     hopper = cast("Any", Accelerator(None, compute_capability="9.0"))
     backend = choose_backend(EngineConfig(native="require"), hopper)
-    assert holds_for_attention(backend.decodes_natively, cache, config) == is_native
+    sizes = {"page_size": 64, "num_slots": 4}
+    found = holds_for_attention(backend.decodes_natively, cache, dtype=BF16, kv_dtype=BF16, **sizes)
+    assert found == is_native
 
 
 def test_tpus_have_a_kernel_for_decode_steps() -> None:

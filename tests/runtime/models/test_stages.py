@@ -145,7 +145,7 @@ def test_models_that_cannot_be_cut_into_stages(name, stages, why):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"speculation": "lookup"}, "speculation: must be off"),
+        ({"speculation": "lookup"}, "speculation: must be auto or off"),
         ({"max_adapters": 2}, "max_adapters: must be 0"),
         ({"compiled": GOLDEN}, "compiled: must be left out"),
         ({"tensor_parallel_size": None}, "tensor_parallel_size: must be a number"),

@@ -267,6 +267,16 @@ def test_what_others_of_the_same_salt_said_is_proposed() -> None:
     assert guesses(proposer, sequence([40, 1, 2], bypass=True)) == []
 
 
+def test_nothing_of_others_is_proposed_where_that_was_not_asked_for() -> None:
+    proposer = Lookup(lambda: 0, reads_earlier=False)
+    proposer.measured(1, 0, MS)
+    ended = sequence([1, 2, 3, 4, 5])
+    guesses(proposer, ended)
+    proposer.ended(ended)
+    assert guesses(proposer, sequence([40, 1, 2])) == []
+    assert guesses(proposer, sequence([1, 2, 30, 1, 2]))[:1] == [30]
+
+
 def test_an_output_of_a_prompt_that_another_keeps_leaves_its_own_tokens_alone() -> None:
     """All of them, also those that came since it was last looked at: perhaps none at all."""
     proposer = taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0))

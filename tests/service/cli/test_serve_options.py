@@ -563,10 +563,11 @@ def test_jax_may_take_most_of_an_accelerator(
 
 
 def test_a_bound_for_proposals_is_refused_where_nothing_is_proposed() -> None:
+    assert {each.name: each.default for each in dataclasses.fields(EngineConfig)}["speculation"] == "auto"
     with pytest.raises(ConfigError, match="max_proposed_tokens: goes with a speculation other than off"):
-        EngineConfig(max_proposed_tokens=3)
+        EngineConfig(speculation="off", max_proposed_tokens=3)
     for given, resolved in ((None, 4), (3, 3)):
         config = EngineConfig(speculation="lookup", max_proposed_tokens=given, max_num_seqs=2)
         assert resolve(config, CPU_SIZES).max_proposed_tokens == resolved
         assert resolve(config, CPU_SIZES).most_rows == 2 * (1 + resolved)
-    assert resolve(EngineConfig(max_num_seqs=2), CPU_SIZES).most_rows == 2
+    assert resolve(EngineConfig(speculation="off", max_num_seqs=2), CPU_SIZES).most_rows == 2

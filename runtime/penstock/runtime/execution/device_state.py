@@ -207,21 +207,18 @@ class DeviceState:
             self._backend.use_huge_pages(jax.tree.leaves(self._kv))
 
     @property
-    def attends_batch_invariantly(self) -> bool:
-        """See `Backend.attends_batch_invariantly`, for the model's queries and its cache, and
-        `Backend.recurs_batch_invariantly`, if it keeps state.
-        """
-        if self._own_cache.has_state and not self._backend.recurs_batch_invariantly:
-            return False
-        return holds_for_attention(self._backend.attends_batch_invariantly, self._own_cache, self._config)
-
-    @property
     def decodes_natively(self) -> bool:
         """See `Backend.decodes_natively`, for the model's queries and its cache. A model without attention
         has no kernel to call.
         """
+        config = self._config
         return bool(self._own_cache.paged) and holds_for_attention(
-            self._backend.decodes_natively, self._own_cache, self._config
+            self._backend.decodes_natively,
+            self._own_cache,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            page_size=config.page_size,
+            num_slots=config.max_num_seqs,
         )
 
     # -- programs --
@@ -276,12 +273,20 @@ class DeviceState:
         return made
 
 
-def holds_for_attention(asked: AttentionTest, cache: CacheSpec, config: RunnerConfig) -> bool:
+def holds_for_attention(
+    asked: AttentionTest,
+    cache: CacheSpec,
+    *,
+    dtype: np.dtype[Any],
+    kv_dtype: np.dtype[Any],
+    page_size: int,
+    num_slots: int,
+) -> bool:
     """Return whether a backend says it of every layer that attends."""
     return all(
         asked(
-            jax.ShapeDtypeStruct((1, layer.num_queries, layer.head_dim), config.dtype),
-            layer.arrays(1, config.page_size, config.max_num_seqs, config.kv_dtype),
+            jax.ShapeDtypeStruct((1, layer.num_queries, layer.head_dim), dtype),
+            layer.arrays(1, page_size, num_slots, kv_dtype),
             layer.value_dim,
         )
         for layer in cache.paged

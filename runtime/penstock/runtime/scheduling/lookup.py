@@ -324,17 +324,21 @@ class Lookup:
     name = "lookup"
 
     def __init__(
-        self, clock_ns: Callable[[], int] = time.monotonic_ns, *, computes_again: bool = False
+        self,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        computes_again: bool = False,
+        reads_earlier: bool = True,
     ) -> None:
         """computes_again: whether the step behind a wrong proposal computes accepted tokens again, and so has
-        no proposals.
+        no proposals. reads_earlier: whether what ended sequences have said may be proposed.
         """
         self._clock_ns = clock_ns
         self._computes_again = computes_again
         self._rests_until_ns = 0
         self._copies: dict[Sequence, Copy] = {}
         self._costs = Costs()
-        self._earlier = Earlier()
+        self._earlier = Earlier() if reads_earlier else None
         self._rate = _FIRST_RATE
         """What is believed of a new sequence."""
 
@@ -378,7 +382,7 @@ class Lookup:
             tokens = copy.tokens
             if seq.request.fork_of is not None:  # outputs of one prompt keep it once
                 tokens = tokens[max(len(tokens) - seq.num_generated, 0) :]
-            if tokens.size and not seq.request.cache.bypass:
+            if self._earlier is not None and tokens.size and not seq.request.cache.bypass:
                 self._earlier.add(seq.request, tokens)
             self._rate = max(self._rate + _LEARN * (copy.rate - self._rate), _LEAST_RATE)
 
@@ -392,7 +396,8 @@ class Lookup:
                 is_lost = not copy.has_guess
             else:
                 is_lost = copy.catch_up(seq.token_ids)
-            if is_lost and (said := self._earlier.of(seq.request)) is not None:
+            said = self._earlier.of(seq.request) if is_lost and self._earlier is not None else None
+            if said is not None:
                 copy.follow(said, seq.token_ids)
             if seq.forced:
                 copy.expect(seq.forced)

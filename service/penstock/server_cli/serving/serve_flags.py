@@ -496,7 +496,7 @@ def add_engine(flag: AddFlag) -> None:
         "the same; lookup: what followed the same words earlier in the prompt, in the output, or in requests "
         "with the same cache salt; draft: a second, smaller model, see --draft-model; heads: a layer of the "
         "checkpoint that predicts the token after the next one (MTP); auto: draft with --draft-model, else "
-        "lookup",
+        "lookup in the request's own tokens where no bit depends on a step's size, else off",
         choices=SPECULATIONS,
     )
     flag(

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from penstock.runtime import Engine, EngineConfig
-from penstock.runtime.config import DEFAULT_TARGET_ITL_S
+from penstock.runtime.config import DEFAULT_PROPOSED_TOKENS, DEFAULT_TARGET_ITL_S
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
@@ -40,7 +40,12 @@ PACKED = LinearFormat(packed=True, int8=False)
 )
 def test_the_demo_model(options, promised):
     config = EngineConfig(
-        max_num_seqs=4, max_model_len=64, compilation_cache=TEST_CACHE, show_progress=False, **options
+        max_num_seqs=4,
+        max_model_len=64,
+        speculation="auto",
+        compilation_cache=TEST_CACHE,
+        show_progress=False,
+        **options,
     )
     engine = Engine.from_pretrained("demo", config)
     try:
@@ -48,6 +53,9 @@ def test_the_demo_model(options, promised):
         assert engine.info.batch_invariant is holds
         # Only then may steps be sized by their measured speed, because the size changes no bit.
         assert engine.config.target_itl_s == (DEFAULT_TARGET_ITL_S if holds else 0.0)
+        # And tokens be proposed by default, which makes steps larger.
+        assert engine.config.speculation == ("lookup" if holds else "off")
+        assert engine.config.max_proposed_tokens == (DEFAULT_PROPOSED_TOKENS if holds else None)
     finally:
         engine.shutdown()
 
