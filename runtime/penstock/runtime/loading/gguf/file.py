@@ -253,6 +253,26 @@ class _Header:
         except UnicodeDecodeError as error:
             raise _Wrong(f"{self._what} is no UTF-8: {error}") from error
 
+    def _texts(self, count: int) -> list[str]:
+        """Read so many texts as `_text` would. A vocabulary has a quarter of a million, so nothing is done
+        for each that need not be.
+        """
+        data, at, last = self._data, self._at, self._size - 8
+        length_at, texts = struct.Struct("<Q").unpack_from, list[str]()
+        try:
+            for _ in range(count):
+                if at > last:
+                    raise _Wrong(f"{self._what} ends behind the file's end")
+                begin = at + 8
+                at = begin + length_at(data, at)[0]
+                if at > self._size:
+                    raise _Wrong(f"{self._what} ends behind the file's end")
+                texts.append(data[begin:at].decode())
+        except UnicodeDecodeError as error:
+            raise _Wrong(f"{self._what} is no UTF-8: {error}") from error
+        self._at = at
+        return texts
+
     def _value(self) -> Value:
         kind = self._number(4)
         if kind == _STRING:
@@ -273,7 +293,7 @@ class _Header:
         kind, count = self._number(4), self._number(10)
         if kind == _STRING:
             self._check_count(count, 8, "texts")
-            return [self._text() for _ in range(count)]
+            return self._texts(count)
         if kind not in _NUMBERS:
             raise _Wrong(f"{self._what} is an array of type {kind}, which is not known or not supported")
         dtype = _NUMBERS[kind]
