@@ -15,7 +15,7 @@ import datetime as dt
 import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self, Unpack, overload
 
@@ -33,7 +33,7 @@ from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.following.interface import DispatchLog, Lead
 from penstock.runtime.following.joining import joined
-from penstock.runtime.following.sharing import SharedUpdate
+from penstock.runtime.following.sharing import sharing
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.images.reader import ImageReader
@@ -246,7 +246,7 @@ class Engine(EngineCore):
             backend=parts.backend,
             meters=UpdateMeters(self.registry),
             threads=update_threads(parts.config.threads),
-            share=alone if log_of_calls is None else partial(SharedUpdate, log_of_calls),
+            share=alone if log_of_calls is None else sharing(log_of_calls, parts.backend.mesh),
         )
         """Takes new weights, from other programs and from files."""
         self.adapters = AdapterRegistry(

@@ -95,6 +95,36 @@ def test_all_processes_get_the_new_weights(updated: Updated, source: str, stagin
     assert updated.generation() == generation + (4 if source == "halves" else 2)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("qwen3", ["--tensor-parallel-size=4"]),  # two devices of each process
+        ("deepseek_v3", []),
+        ("qwen3_moe", ["--expert-parallel"]),
+        ("gpt_oss", []),
+        ("qwen3_5", []),
+    ],
+)
+def test_a_follower_that_gets_its_own_parts_gives_pytorch_s_tokens(
+    tmp_path: Path, name: str, flags: list[str]
+) -> None:
+    cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
+    new = load_file(GOLDEN / name / "model.safetensors")
+    folder = tmp_path / "old"
+    shutil.copytree(GOLDEN / name, folder)
+    save_file({each: tensor[::-1].copy() for each, tensor in new.items()}, folder / "model.safetensors")
+    with Group(str(folder), CACHE, *flags) as group, grpc.insecure_channel(group.address) as channel:
+        group.wait_ready()
+        with Client(group.address) as client:
+            client.update_weights(new, label="new")
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        for case in cases:
+            output = ask(stub, case).outputs[0]
+            assert list(output.token_ids) == case["tokens"]
+            np.testing.assert_allclose(output.logprobs.sampled, case["logprobs"], rtol=1e-4)
+
+
 def with_nan() -> dict[str, NDArray[Any]]:
     """Return the golden's tensors, the last of which has a value that is none."""
     name = max(NEW)

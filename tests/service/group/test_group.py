@@ -589,6 +589,27 @@ async def test_calls_pass_the_tensors_of_an_update_of_which_few_are_under_way(le
         await until(lambda: follower.calls[-1] == UpdateOver(1))
 
 
+async def test_a_piece_goes_to_one_follower_and_waits_for_that_one_alone() -> None:
+    leader = GroupLeader(options(processes=3), never)
+    async with serving(fake(), group=leader) as rig:
+        first, second = (Follower(rig, number) for number in (1, 2))
+        await met(leader)
+        number = begun(leader)
+        for _ in range(8):
+            leader.tell(Piece(number, 0, bytes(MIB)), 1)
+        waiting = asyncio.ensure_future(in_thread(lambda: leader.tell(Piece(number, 0, b"first"), 1)))
+        leader.tell(Piece(number, 0, b"second"), 2)
+        await until(lambda: len(first.calls) == 9 and len(second.calls) == 2)
+        assert second.calls[1] == Piece(number, 0, b"second")
+        assert not waiting.done()
+        first.link.report(Taken(MIB))
+        await waiting
+        await until(lambda: len(first.calls) == 10)
+        assert first.calls[9] == Piece(number, 0, b"first")
+        assert len(second.calls) == 2
+        await in_thread(leader.stop)
+
+
 async def test_an_update_waits_until_all_are_ready(leader: GroupLeader) -> None:
     ready = Prepared(1, b"digest", {"w": "BF16"})
     async with serving(fake(), group=leader) as rig:
@@ -600,7 +621,7 @@ async def test_an_update_waits_until_all_are_ready(leader: GroupLeader) -> None:
         await until(lambda: len(follower.calls) == 2)
         assert not waiting.done()
         follower.link.report(ready)
-        assert await waiting == [ready]
+        assert await waiting == {1: ready}
 
 
 async def test_what_a_follower_cannot_make_is_told_at_once(leader: GroupLeader) -> None:
@@ -618,7 +639,7 @@ async def test_what_a_follower_cannot_make_is_told_at_once(leader: GroupLeader) 
         follower.link.report(Prepared(number, problem="no room"))
         other = begun(leader)
         follower.link.report(Prepared(other))
-        assert await in_thread(lambda: leader.prepared(other)) == [Prepared(other)]
+        assert await in_thread(lambda: leader.prepared(other)) == {1: Prepared(other)}
 
 
 async def test_a_follower_that_is_lost_ends_the_wait_for_it(leader: GroupLeader) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -134,7 +134,9 @@ class UpdateBegin(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The next bytes of a tensor. Its pieces follow each other; a tensor without values has an empty one."""
+    """The values of the next region of a tensor (`regions`). Its pieces follow each other; a tensor of which
+    a follower needs nothing has an empty one.
+    """
 
     number: int
     tensor_index: int
@@ -168,7 +170,7 @@ class Prepared(NamedTuple):
 
     number: int
     digest: bytes = b""
-    """See `digest_of`."""
+    """See `digest_of`. The bytes of a tensor are here those that the follower got."""
     too_large: Mapping[str, str] = {}
     """Tensors with values beyond the range of a dtype, and the dtype."""
     problem: str = ""
@@ -204,14 +206,17 @@ class DispatchLog(Protocol):
         """Begin an update and return its number; it begins with `tell` and ends with `close_update`."""
         ...
 
-    def tell(self, record: UpdateRecord) -> None:
-        """Send a part of an update to all followers. Waits while one has too many bytes to take. Raises
-        WeightsError if a follower cannot make the update, or if it was given up.
+    def tell(self, record: UpdateRecord, process_id: int | None = None) -> None:
+        """Send a part of an update to the follower with this number; None: to all. Waits while one of these
+        has too many bytes to take. Raises WeightsError if a follower cannot make the update, or if it was
+        given up.
         """
         ...
 
-    def prepared(self, number: int) -> Sequence[Prepared]:
-        """Wait until all followers have prepared the update. Raises as `tell`."""
+    def prepared(self, number: int) -> Mapping[int, Prepared]:
+        """Wait until all followers have prepared the update, and return what came of it by their numbers.
+        Raises as `tell`.
+        """
         ...
 
     def give_up_update(self, number: int) -> None:

@@ -2,20 +2,24 @@
 sends tensors, or the name of the files that have them, and the call INSTALL_WEIGHTS when all processes are
 ready.
 
-A follower hashes what it gets, so that all processes are known to have the same tensors before one of them
-serves any.
+Of a tensor that is sent, a follower gets the regions that its own devices need (`regions`). It hashes what it
+gets, so that all processes are known to have the same tensors before one of them serves any.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from penstock.runtime.errors import PenstockError, TensorsRefused, WeightsError
 from penstock.runtime.execution.backend import Backend
@@ -32,9 +36,11 @@ from penstock.runtime.following.interface import (
     UpdateOver,
     UpdateRecord,
 )
+from penstock.runtime.following.regions import PartsOfTensor, Regions, regions_of, values_in
 from penstock.runtime.loading.dtypes import DTYPES, name_of, num_bytes
+from penstock.runtime.loading.own_rules import devices_of, own_devices, own_rules
 from penstock.runtime.machine.background import BackgroundThread
-from penstock.runtime.models.load_rules import RulesFor
+from penstock.runtime.models.load_rules import LoadRules, RulesFor
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.files import UpdateFiles
 from penstock.runtime.updating.incoming import IncomingTensor, digest_of
@@ -45,11 +51,9 @@ from penstock.runtime.updating.update import (
     NewLeaves,
     NewWeights,
     NoOthers,
+    Share,
     leaf_maker,
 )
-
-PIECE_BYTES = 1 << 20
-"""The most bytes of a piece. A call waits behind one at most."""
 
 
 class SharedUpdate:
@@ -58,19 +62,29 @@ class SharedUpdate:
     def __init__(
         self,
         log: DispatchLog,
+        devices: Sequence[range],
         staging: Staging,
         tensors: Sequence[SentTensor],
         uri: str,
         ready: Callable[[], None],
+        rules: LoadRules,
     ) -> None:
-        """See `Share`."""
+        """devices: the numbers of each process's devices, beginning with the leader's. The others: see
+        `Share`.
+        """
         self._log, self._ready = log, ready
         self._number = log.open_update()
         # Checksums are looked at by the leader alone.
         self._sent = {tensor.name: replace(tensor, crc32c=0, sha256=b"") for tensor in tensors}
         self._indices = {name: index for index, name in enumerate(self._sent)}
         self._begin = UpdateBegin(self._number, tuple(self._sent.values()), staging, uri)
-        self._hashes: dict[str, bytes] = {}
+        self._regions = {
+            process: {} if uri else regions_of(own_rules(rules, own, devices[-1].stop).rules, tensors)
+            for process, own in enumerate(devices)
+            if process
+        }
+        self._hashes: dict[int, dict[str, bytes]] = {process: {} for process in self._regions}
+        """Of what each follower gets of each tensor."""
         self._is_given_up = threading.Event()
         self.has_begun = False
         """See `Others`."""
@@ -78,23 +92,37 @@ class SharedUpdate:
     def put(self, sent: SentTensor, values: npt.NDArray[Any], sha256: bytes) -> None:
         """See `Others`."""
         self._begun()
-        self._hashes[sent.name] = sha256
         if self._begin.uri:
+            for hashes in self._hashes.values():
+                hashes[sent.name] = sha256
             return
-        data = values.reshape(-1).view(np.uint8).data
-        for offset in range(0, max(1, len(data)), PIECE_BYTES):
-            piece = data[offset : offset + PIECE_BYTES]
-            self._log.tell(Piece(self._number, self._indices[sent.name], piece))
+        sending = [self._send(process, sent.name, values) for process in self._regions]
+        for _ in zip_longest(*sending):  # a piece to each in turn, so that none waits for all of another's
+            pass
+
+    def _send(self, process: int, name: str, values: npt.NDArray[Any]) -> Iterator[None]:
+        """Send a follower what it needs of a tensor, piece after piece."""
+        whole, index = hashlib.sha256(), self._indices[name]
+        regions = self._regions[process][name]
+        for part in [values_in(region, values) for region in regions] or [np.zeros(0, np.uint8)]:
+            data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+            whole.update(data)
+            self._log.tell(Piece(self._number, index, data), process)
+            yield
+        self._hashes[process][name] = whole.digest()
 
     def finish(self) -> Mapping[str, np.dtype[Any]]:
         """See `Others`."""
         self._begun()
         self._log.tell(UpdateEnd(self._number))
         found = self._log.prepared(self._number)
-        too_large = {name: DTYPES[dtype] for each in found for name, dtype in each.too_large.items()}
-        digest = digest_of((self._sent[name], sha256) for name, sha256 in self._hashes.items())
-        if not too_large and any(each.digest != digest for each in found):
-            raise WeightsError("the processes of the group have read different tensors")
+        too_large = {name: DTYPES[dtype] for each in found.values() for name, dtype in each.too_large.items()}
+        if too_large:
+            return too_large
+        for process, each in found.items():
+            hashes = self._hashes[process].items()
+            if each.digest != digest_of((self._sent[name], sha256) for name, sha256 in hashes):
+                raise WeightsError(f"process {process} of the group has other tensors than the leader")
         return too_large
 
     def install(self) -> None:
@@ -118,6 +146,12 @@ class SharedUpdate:
             self._log.tell(self._begin)
             if self._is_given_up.is_set():  # perhaps before the log knew of the update
                 raise WeightsError("the update was taken back")
+
+
+def sharing(log: DispatchLog, mesh: Mesh) -> Share:
+    """Say that the followers make an update, too, of a model on this mesh."""
+    processes = 1 + max(device.process_index for device in mesh.devices.flat)
+    return partial(SharedUpdate, log, [devices_of(mesh, process) for process in range(processes)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +214,8 @@ class _FollowedUpdate:
         self._is_prepared = self._has_failed = False
         self._new: NewWeights | None = None
         self._too_large: Mapping[str, np.dtype[Any]] = {}
-        self._incoming: IncomingTensor | None = None
+        self._regions: Regions = {}
+        self._incoming: PartsOfTensor | None = None
 
     def work(self, record: UpdateRecord) -> Prepared | None:
         """Do the next thing. Returns what is to be told: that the leaves are ready, or that something has
@@ -237,6 +272,10 @@ class _FollowedUpdate:
         )
         if begin.uri:
             self._read(names, rules.folders)
+        else:
+            mesh = model.backend.mesh
+            own = own_rules(rules, own_devices(mesh), mesh.size)
+            self._regions = regions_of(own.rules, begin.tensors)
 
     def _read(self, names: set[str], folders: Sequence[str]) -> None:
         """Read all tensors from the files."""
@@ -252,26 +291,29 @@ class _FollowedUpdate:
                 sent = files.tensors[index]
                 if sent.name in names:
                     tensor = IncomingTensor(sent, keep=True) if tensor is None else tensor
-                    tensor = self._appended(sent, tensor, data)
+                    tensor.append(data)
+                    tensor = None if self._is_put(sent, tensor) else tensor
             for sent in found:
                 if num_bytes(sent) == 0:
-                    self._appended(sent, IncomingTensor(sent, keep=True), b"")
+                    self._is_put(sent, IncomingTensor(sent, keep=True))
         finally:
             files.close()
 
     def _take(self, piece: Piece) -> None:
+        """Take what comes next of a tensor."""
         sent = self._begin.tensors[piece.tensor_index]
-        tensor = IncomingTensor(sent, keep=True) if self._incoming is None else self._incoming
-        self._incoming = self._appended(sent, tensor, bytes(piece.data))
+        if self._incoming is None:
+            self._incoming = PartsOfTensor(sent, self._regions[sent.name])
+        self._incoming.append(bytes(piece.data))
+        if self._is_put(sent, self._incoming):
+            self._incoming = None
 
-    def _appended(self, sent: SentTensor, tensor: IncomingTensor, data: bytes) -> IncomingTensor | None:
-        """Add bytes to a tensor. Returns the tensor, or None if it is whole now."""
+    def _is_put(self, sent: SentTensor, tensor: IncomingTensor | PartsOfTensor) -> bool:
+        """Hand a tensor over if it is whole. Returns whether it is."""
         assert self._new is not None, "an update begins before it has tensors"
-        tensor.append(data)
-        if not tensor.is_complete:
-            return tensor
-        self._new.put(sent.name, tensor.values, tensor.sha256)
-        return None
+        if tensor.is_complete:
+            self._new.put(sent.name, tensor.values, tensor.sha256)
+        return tensor.is_complete
 
     def _prepared(self) -> Prepared:
         assert self._new is not None, "an update begins before it ends"

@@ -14,12 +14,13 @@ from penstock.runtime.models.load_rules import LoadRule, LoadRules, ParamPath
 
 
 def own_devices(mesh: Mesh) -> range:
-    """Return the numbers of this process's devices on the mesh. Those of a process lie side by side."""
-    own = [
-        number
-        for number, device in enumerate(mesh.devices.flat)
-        if device.process_index == jax.process_index()
-    ]
+    """Return the numbers of this process's devices on the mesh."""
+    return devices_of(mesh, jax.process_index())
+
+
+def devices_of(mesh: Mesh, process: int) -> range:
+    """Return the numbers of a process's devices on the mesh. Those of a process lie side by side."""
+    own = [number for number, device in enumerate(mesh.devices.flat) if device.process_index == process]
     return range(own[0], own[-1] + 1)
 
 

@@ -141,15 +141,27 @@ class Share(Protocol):
     """Says which other processes make an update."""
 
     def __call__(
-        self, staging: Staging, tensors: Sequence[SentTensor], uri: str, ready: Callable[[], None]
+        self,
+        staging: Staging,
+        tensors: Sequence[SentTensor],
+        uri: str,
+        ready: Callable[[], None],
+        rules: LoadRules,
     ) -> Others:
         """Make the others, which get the tensors, too. `tensors`: those that the model reads. `uri`: the
         files that have them, if they are read from files. `ready`: waits until leaves may be replaced.
+        `rules`: what is made of the tensors, on all devices.
         """
         ...
 
 
-def alone(staging: Staging, tensors: Sequence[SentTensor], uri: str, ready: Callable[[], None]) -> Others:
+def alone(
+    staging: Staging,
+    tensors: Sequence[SentTensor],
+    uri: str,
+    ready: Callable[[], None],
+    rules: LoadRules,
+) -> Others:
     """See `Share`, for a process without others."""
     return NoOthers()
 
@@ -486,6 +498,7 @@ class OneUpdate:
             [tensor for tensor in sent if tensor.name in read],
             uri,
             self._stand_still if self._in_place else _at_once,
+            target.rules,
         )
         self.new = NewWeights(
             target.rules,

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -196,7 +196,7 @@ class GroupLeader:
         """See `DispatchLog`."""
         return next(self._update_numbers)
 
-    def tell(self, record: UpdateRecord) -> None:
+    def tell(self, record: UpdateRecord, process_id: int | None = None) -> None:
         """See `DispatchLog`."""
         data = update_bytes(record)
         size = len(record.data) if isinstance(record, Piece) else 0
@@ -204,17 +204,20 @@ class GroupLeader:
             if isinstance(record, UpdateBegin):
                 self._updates[record.number] = _UpdateUnderWay()
 
-            def has_room() -> bool:
+            def receivers() -> list[_Follower]:
                 self._check_update(record.number)
-                untaken = max(follower.untaken_bytes for follower in self._followers.values())
+                return self._all if process_id is None else [self._followers[process_id]]
+
+            def has_room() -> bool:
+                untaken = max(follower.untaken_bytes for follower in receivers())
                 return untaken + size <= _MOST_UNTAKEN_BYTES
 
             self._changed.wait_for(has_room)
-            for follower in self._followers.values():
+            for follower in receivers():
                 follower.untaken_bytes += size
                 follower.put_behind(data)
 
-    def prepared(self, number: int) -> Sequence[Prepared]:
+    def prepared(self, number: int) -> Mapping[int, Prepared]:
         """See `DispatchLog`."""
         with self._changed:
 
@@ -223,7 +226,7 @@ class GroupLeader:
                 return len(found) == self.options.processes - 1
 
             self._changed.wait_for(are_all)
-            return list(self._updates[number].prepared.values())
+            return dict(self._updates[number].prepared)
 
     def give_up_update(self, number: int) -> None:
         """See `DispatchLog`."""
