@@ -52,6 +52,8 @@ const (
 	Pooling_POOLING_MEAN Pooling = 2
 	// The state of the first token, which encoders such as BERT make for it.
 	Pooling_POOLING_FIRST_TOKEN Pooling = 3
+	// The largest number of each channel of the states of all tokens.
+	Pooling_POOLING_MAX Pooling = 4
 )
 
 // Enum value maps for Pooling.
@@ -61,12 +63,14 @@ var (
 		1: "POOLING_LAST_TOKEN",
 		2: "POOLING_MEAN",
 		3: "POOLING_FIRST_TOKEN",
+		4: "POOLING_MAX",
 	}
 	Pooling_value = map[string]int32{
 		"POOLING_UNSPECIFIED": 0,
 		"POOLING_LAST_TOKEN":  1,
 		"POOLING_MEAN":        2,
 		"POOLING_FIRST_TOKEN": 3,
+		"POOLING_MAX":         4,
 	}
 )
 
@@ -2595,12 +2599,13 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"tokenCount\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\rR\btokenIds\x121\n" +
 	"\blogprobs\x18\x03 \x01(\v2\x15.penstock.v1.LogprobsR\blogprobs\x12)\n" +
-	"\x10truncated_tokens\x18\x04 \x01(\rR\x0ftruncatedTokens*e\n" +
+	"\x10truncated_tokens\x18\x04 \x01(\rR\x0ftruncatedTokens*v\n" +
 	"\aPooling\x12\x17\n" +
 	"\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n" +
 	"\fPOOLING_MEAN\x10\x02\x12\x17\n" +
-	"\x13POOLING_FIRST_TOKEN\x10\x03*\x83\x01\n" +
+	"\x13POOLING_FIRST_TOKEN\x10\x03\x12\x0f\n" +
+	"\vPOOLING_MAX\x10\x04*\x83\x01\n" +
 	"\fRerankMethod\x12\x1d\n" +
 	"\x19RERANK_METHOD_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18RERANK_METHOD_EMBEDDINGS\x10\x01\x12\x18\n" +

@@ -51,6 +51,8 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     """The mean of the states of all tokens."""
     POOLING_FIRST_TOKEN: _Pooling.ValueType  # 3
     """The state of the first token, which encoders such as BERT make for it."""
+    POOLING_MAX: _Pooling.ValueType  # 4
+    """The largest number of each channel of the states of all tokens."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """How the states of an input's tokens become one vector."""
@@ -63,6 +65,8 @@ POOLING_MEAN: Pooling.ValueType  # 2
 """The mean of the states of all tokens."""
 POOLING_FIRST_TOKEN: Pooling.ValueType  # 3
 """The state of the first token, which encoders such as BERT make for it."""
+POOLING_MAX: Pooling.ValueType  # 4
+"""The largest number of each channel of the states of all tokens."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 class _RerankMethod:
