@@ -536,9 +536,10 @@ class Engine(EngineCore):
     ) -> NDArray[np.float32]:
         """Make a vector of each text, or of each sequence of token ids: float32[inputs, numbers].
 
-        `pooling` says what a vector is made of: "last_token", "first_token" or "mean"; None: what the model
-        is made for. Only the first `dimensions` numbers are kept (None: all), and then each vector is divided
-        by its length if `normalize` says so. `truncation` says what is cut of inputs that are too long.
+        `pooling` says what a vector is made of: "last_token", "first_token", "mean" or "max"; None: what the
+        model is made for. Only the first `dimensions` numbers are kept (None: all), and then each vector is
+        divided by its length if `normalize` says so. `truncation` says what is cut of inputs that are too
+        long.
         """
         form = VectorForm(normalize=normalize, dimensions=dimensions)
         return embed(self, inputs, pooling=pooling, form=form, truncation=truncation, options=options)

@@ -61,4 +61,4 @@ def test_what_cannot_be_sent_is_told(server, capsys, monkeypatch):
     assert main(["embed", "--addr", server.addr]) == 2
     assert "give a text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["embed", "a", "--pooling", "max"])
+        main(["embed", "a", "--pooling", "median"])

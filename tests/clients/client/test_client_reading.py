@@ -164,7 +164,7 @@ async def test_what_cannot_be_sent_is_refused_here(server):
     with pytest.raises(TypeError, match="did you mean 'pooling'"):
         await call(server, False, "embed", ["a"], poolin="mean")
     with pytest.raises(InvalidRequest) as refusal:
-        await call(server, False, "embed", ["a", [-1]], pooling="max", dimensions=-1)
+        await call(server, False, "embed", ["a", [-1]], pooling="median", dimensions=-1)
     assert {one.field for one in refusal.value.violations} == {"inputs[1]", "pooling", "dimensions"}
     with pytest.raises(InvalidRequest) as refusal:
         await call(server, False, "rerank", "q", ["a", "\ud800"], method="guess", top_n=-1)

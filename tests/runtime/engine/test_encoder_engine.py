@@ -58,7 +58,8 @@ def texts(engine: Engine, cases: list[dict[str, Any]] = CASES) -> list[tuple[int
 
 
 @pytest.mark.parametrize(
-    ("pooling", "name"), [("mean", "mean"), ("first_token", "cls"), ("last_token", "last")]
+    ("pooling", "name"),
+    [("mean", "mean"), ("first_token", "cls"), ("last_token", "last"), ("max", "max")],
 )
 def test_embeddings_alone_and_together(engine: Engine, pooling: str, name: str) -> None:
     expected = [case[name] for case in CASES]

@@ -85,7 +85,7 @@ def test_what_is_wrong_is_named(engine: Engine) -> None:
         engine.embed([(1,), (2,) * 200])
     cut = engine.embed([(1,) * 100 + (2,) * 100], truncation="left", normalize=False)
     np.testing.assert_array_equal(cut, [[27 + 200, 127]])
-    for wrong in ({"pooling": "max"}, {"dimensions": 3}, {"truncation": "down"}):
+    for wrong in ({"pooling": "median"}, {"dimensions": 3}, {"truncation": "down"}):
         with pytest.raises(InvalidRequest, match="must be"):
             engine.embed([(1,)], **wrong)
     with pytest.raises(InvalidRequest, match=r"inputs\[1\].*inputs\[2\]"):

@@ -75,7 +75,7 @@ FAULTS: list[tuple[str, bytes | None, str]] = [
     ("modules.json", b'[{"path": "/", "type": "models.Pooling"}, {"path": "a/b", "type": ""}]', "names a/b"),
     (POOLING, None, "No such file"),
     (POOLING, b"[]", "must hold a JSON object"),
-    (POOLING, b'{"pooling_mode_max_tokens": true}', "the pooling must be one of"),
+    (POOLING, b'{"pooling_mode_weightedmean_tokens": true}', "the pooling must be one of"),
     (ANSWERS, b'{"true_token_id": 7, "false_token_id": "no"}', "must be two token ids"),
     (ANSWERS, b'{"true_token_id": 7, "false_token_id": 1000000000}', "must be two token ids"),
     (TEMPLATE, BROKEN_TEMPLATE, "the chat template is not valid in line 2"),

@@ -108,16 +108,23 @@ def test_wrong_layers_behind_the_pooling_are_refused(tmp_path, config, kinds, ch
         ("cls_token", Pooling.FIRST_TOKEN),
         ("mean_tokens", Pooling.MEAN),
         ("lasttoken", Pooling.LAST_TOKEN),
-        ("max_tokens", None),
+        ("max_tokens", Pooling.MAX),
+        ("mean_sqrt_len_tokens", None),
+        ("weightedmean_tokens", None),
+        ("max_tokens and mean_tokens", None),
     ],
 )
 def test_the_pooling_of_sentence_transformers(tmp_path, mode, pooling):
+    """Several poolings, whose vectors Sentence Transformers joins, are refused, as unknown ones are."""
     modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+    (tmp_path / "1_Pooling" / "config.json").write_text(
+        json.dumps({f"pooling_mode_{name}": True for name in mode.split(" and ")})
+    )
     if pooling is None:
-        with pytest.raises(ConfigError, match="pooling_mode_max_tokens"):
+        named = " and ".join(f"pooling_mode_{name}" for name in mode.split(" and "))
+        with pytest.raises(ConfigError, match=f", not {named}$"):
             read_pooling(tmp_path, Pooling.MEAN)
     else:
         assert read_pooling(tmp_path, Pooling.MEAN) == pooling

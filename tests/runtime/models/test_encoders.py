@@ -1,7 +1,7 @@
 """Encoders and classifiers, compared with PyTorch's in float32 and eager mode.
 
 tests/golden/encoders holds tiny random checkpoints, and what transformers 5.23 computed of three texts each:
-the hidden states of the last layer, pooled in three ways and divided by their length, and the numbers of
+the hidden states of the last layer, pooled in four ways and divided by their length, and the numbers of
 classes.
 """
 

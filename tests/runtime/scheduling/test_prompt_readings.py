@@ -36,6 +36,7 @@ READINGS = (
     PromptReading(pooling=Pooling.LAST_TOKEN),
     PromptReading(pooling=Pooling.FIRST_TOKEN),
     PromptReading(pooling=Pooling.MEAN),
+    PromptReading(pooling=Pooling.MAX),
     PromptReading(scores_from=1),
     PromptReading(scores_from=9),
 )
@@ -75,7 +76,7 @@ class Run:
         self.ends: dict[str, StepOutput] = {}
 
     def arrive(self) -> None:
-        reading = self.rng.choice(READINGS[:3] if self.config.whole_prompts else (None, *READINGS))
+        reading = self.rng.choice(READINGS[:4] if self.config.whole_prompts else (None, *READINGS))
         shared = random.Random(1).choices(range(40), k=30)
         prompt = tuple(
             shared[: self.rng.randint(10, 30)] + self.rng.choices(range(40), k=self.rng.randint(0, 9))
@@ -121,9 +122,9 @@ class Run:
                 assert request.reading is not None
                 if request.reading.pooling is Pooling.FIRST_TOKEN:
                     end = first + 1
-                states[i] = sum(
-                    (hidden(request, p, self.generation) for p in range(first, end)), np.zeros(3, np.float32)
-                )
+                told = np.stack([hidden(request, p, self.generation) for p in range(first, end)])
+                is_max = request.reading.pooling is Pooling.MAX
+                states[i] = told.max(axis=0) if is_max else told.sum(axis=0)
             elif request.hidden_states and row.samples:
                 states[i] = np.full(3, end * self.generation, np.float32)
             if request.reading is not None and request.reading.scores_from is not None:
@@ -188,6 +189,7 @@ class Run:
             Pooling.FIRST_TOKEN: of_all[0],
             Pooling.LAST_TOKEN: of_all[-1],
             Pooling.MEAN: of_all.mean(axis=0),
+            Pooling.MAX: of_all.max(axis=0),
         }[request.reading.pooling]
         assert output.hidden is not None
         np.testing.assert_allclose(output.hidden, expected, rtol=1e-6)
@@ -221,7 +223,7 @@ def test_whole_prompts_have_no_chunks() -> None:
 
 def bad() -> Iterator[tuple[str, dict[str, object]]]:
     both = PromptReading(pooling=Pooling.MEAN, scores_from=1)
-    last, scores = READINGS[0], READINGS[3]
+    last, scores = READINGS[0], READINGS[4]
     yield "either an embedding or scores", {"reading": both, "prompt_logprobs": 0}
     yield "either an embedding or scores", {"reading": PromptReading()}
     yield "from 1 to 2", {"reading": PromptReading(scores_from=3), "prompt_logprobs": 0}

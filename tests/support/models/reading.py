@@ -88,7 +88,7 @@ def check_reading(
     packed, alone = states(texts), [states([text])[0] for text in texts]
     for case, *both in zip(cases, packed, alone, strict=True):
         for found in both:
-            pooled = {"mean": found.mean(0), "cls": found[0], "last": found[-1]}
+            pooled = {"mean": found.mean(0), "cls": found[0], "last": found[-1], "max": found.max(0)}
             for kind, expected in pooled.items():
                 np.testing.assert_allclose(unit(expected), case[kind], atol=TOLERANCE)
             if case["logits"] is not None:

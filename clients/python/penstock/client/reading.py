@@ -147,6 +147,8 @@ class Pooling(enum.Enum):
     """The mean of those of all tokens."""
     FIRST_TOKEN = "first_token"
     """That of the first token, which encoders make for it."""
+    MAX = "max"
+    """The largest number of each channel of those of all tokens."""
 
 
 class RerankMethod(enum.Enum):

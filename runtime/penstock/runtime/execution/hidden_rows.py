@@ -1,4 +1,4 @@
-"""Hidden states that a step computes where they are asked for: added up over parts of prompts, or those from
+"""Hidden states that a step computes where they are asked for: pooled over parts of prompts, or those from
 which tokens are chosen.
 """
 
@@ -16,8 +16,8 @@ from penstock.runtime.requests.request import Pooling
 from penstock.runtime.scheduling.plan import Plan
 
 Parts = Mapping[int, tuple[int, int]]
-"""Row to the tokens of the step whose hidden states are added up for it: the first one, and the one behind
-the last."""
+"""Row to the tokens of the step whose hidden states are pooled for it: the first one, and the one behind the
+last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class HiddenRows:
     """The hidden states that one step computes for some of its rows."""
 
     values: jax.Array
-    """float32[most rows of a step, E], on its way to the host: the sum of each row's part."""
+    """float32[most rows of a step, E], on its way to the host: the sum of each row's part, or its maxima."""
     rows: tuple[int, ...]
     """The rows that have one, in the order of `values`."""
     num_classes: int = 0
-    """How many numbers of a classifier come behind each row's sum."""
+    """How many numbers of a classifier come behind what each row's part was pooled to."""
     classified: frozenset[int] = frozenset()
-    """The rows for which these are wanted, and not the sum."""
+    """The rows for which these are wanted, and not what was pooled."""
 
     def read(self) -> dict[int, NDArray[np.float32]]:
         """Map rows to values, float32[E] or float32[classes]. Block until they are on the host."""
@@ -68,35 +68,43 @@ def classified(plan: Plan, slots: Slots) -> frozenset[int]:
     return frozenset(i for i, reading in readings if reading is not None and reading.classes)
 
 
+def with_maxima(plan: Plan, slots: Slots) -> frozenset[int]:
+    """Find the rows of this plan of whose hidden states the largest numbers are asked for."""
+    readings = ((i, slots.request(plan.rows[i]).reading) for i in plan.pooled)
+    return frozenset(i for i, reading in readings if reading is not None and reading.pooling is Pooling.MAX)
+
+
 def compute(
     parts: Parts,
     *,
+    maxima: frozenset[int],
     most_tokens: int,
+    most_rows: int,
     num_classes: int,
     classified: frozenset[int],
     program: Callable[[NDArray[np.int32]], jax.Array],
 ) -> HiddenRows | None:
-    """Dispatch the `program` for these parts; return None where there are none. `most_tokens`: of any step,
-    the program's size. The others are those of `HiddenRows`.
+    """Dispatch the `program` for these parts; return None where there are none. maxima: see `with_maxima`.
+    most_tokens, most_rows: of any step, the program's sizes. The others are those of `HiddenRows`.
     """
     if not parts:
         return None
-    values = program(sums_buffer(parts, most_tokens))
+    values = program(sums_buffer(parts, maxima, most_tokens, most_rows))
     values.copy_to_host_async()
     return HiddenRows(values, tuple(parts), num_classes, classified)
 
 
-def sums_buffer(parts: Parts, most_tokens: int) -> NDArray[np.int32]:
+def sums_buffer(parts: Parts, maxima: frozenset[int], most_tokens: int, most_rows: int) -> NDArray[np.int32]:
     """Make the argument of `make_hidden_sums`: the indices in the step of all tokens of the parts, and for
-    each the part's index.
+    each the part's index, and `most_rows` more where its maxima are wanted.
     """
     buffer = np.zeros(1 + 2 * most_tokens, np.int32)
     tokens, places = buffer[1 : 1 + most_tokens], buffer[1 + most_tokens :]
     count = 0
-    for place, (first, end) in enumerate(parts.values()):
+    for place, (row, (first, end)) in enumerate(parts.items()):
         until = count + end - first
         tokens[count:until] = np.arange(first, end)
-        places[count:until] = place
+        places[count:until] = place + most_rows if row in maxima else place
         count = until
     buffer[0] = count
     return buffer

@@ -70,28 +70,37 @@ def make_hidden_sums(
     has_classes: bool = False,
     has_projections: bool = False,
 ) -> Callable[[Weights, Array, Array], Array]:
-    """Make a program that adds up hidden states after the final norm: (weights, `Forward.hidden`, packed) ->
+    """Make a program that pools hidden states after the final norm: (weights, `Forward.hidden`, packed) ->
     float32[max_rows, E], or [max_rows, E + classes], with what the classifier makes of their means. A model
     with projections reads each text in one step: the result is what these make of the means, times the number
     of tokens, by which the scheduler divides sums.
     packed int32[1 + 2 * max_tokens] holds how many tokens there are, for each its index in the step, and for
-    each the row of the result that it is added to.
+    each the row of the result that it is added to; or max_rows more than that row, which gets the largest
+    number of each channel then.
     """
 
     def hidden_sums(weights: Weights, hidden: Array, packed: Array) -> Array:
         model = rebuild(weights)
+        _, rows = packed[1:].reshape(2, -1)
+        to_add, to_max = _rows_to_pool(rows, packed[0], max_rows)
+        has_maxima = jnp.zeros((max_rows,), bool).at[to_max].set(True, mode="drop")
 
         def step(tile: _Tile, out: Array) -> Array:
-            counts = jnp.arange(tile.others.shape[0]) < tile.left
-            rows = jnp.where(counts, tile.others, max_rows)
-            return out.at[rows].add(model.normalized(hidden[tile.tokens]), mode="drop")
+            states = model.normalized(hidden[tile.tokens])
+            to_add, to_max = _rows_to_pool(tile.others, tile.left, max_rows)
+            return lax.cond(
+                (to_max < max_rows).any(),
+                lambda out: out.at[to_max].max(states, mode="drop"),
+                lambda out: out,
+                out.at[to_add].add(states, mode="drop"),
+            )
 
-        sums = _over_tiles(packed, shapes, step, jnp.zeros((max_rows, hidden.shape[1]), jnp.float32))
+        begin = jnp.where(has_maxima, -jnp.inf, 0).astype(jnp.float32)
+        begin = jnp.broadcast_to(begin[:, None], (max_rows, hidden.shape[1]))
+        sums = _over_tiles(packed, shapes, step, begin)
         if not (has_classes or has_projections):
             return sums
-        _, rows = packed[1:].reshape(2, -1)
-        rows = jnp.where(jnp.arange(rows.shape[0]) < packed[0], rows, max_rows)
-        counts = jnp.zeros((max_rows,), jnp.float32).at[rows].add(1, mode="drop")
+        counts = jnp.zeros((max_rows,), jnp.float32).at[to_add].add(1, mode="drop")
         counts = jnp.maximum(counts, 1)[:, None]
         means = sums / counts
         if has_projections:
@@ -100,6 +109,15 @@ def make_hidden_sums(
         return jnp.concatenate([sums, cast("Any", model).classes(means)], axis=1)
 
     return hidden_sums
+
+
+def _rows_to_pool(rows: Array, count: Array, max_rows: int) -> tuple[Array, Array]:
+    """Cut the first `count` of the numbers of `make_hidden_sums` into the rows that states are added to, and
+    those that get the largest ones: both have the length of `rows`, and max_rows in the places of others.
+    """
+    counts = jnp.arange(rows.shape[0]) < count
+    to_add = jnp.where(counts & (rows < max_rows), rows, max_rows)
+    return to_add, jnp.where(counts & (rows >= max_rows), rows - max_rows, max_rows)
 
 
 class _Tile(NamedTuple):

@@ -337,7 +337,7 @@ class ProgramCalls:
                     self.guess(key.rows, packed)
                 most = self._config.buckets.token_buckets[-1]
                 self.prompt_logprobs(hidden, prompt_buffer([], [], most))
-                self.hidden_sums(hidden, sums_buffer({}, most))
+                self.hidden_sums(hidden, sums_buffer({}, frozenset(), most, 0))
         self.write_features(self._config.num_feature_slots, Request("warm-up", (0,)), ())
         self.copy_pages(())
         self.write_tables(slots.table_rows([0]))
@@ -570,7 +570,9 @@ class ModelRunner:
         )
         summed = hidden_rows.compute(
             step.parts,
+            maxima=hidden_rows.with_maxima(step.spread, slots) if step.parts else frozenset(),
             most_tokens=most,
+            most_rows=self.config.max_num_seqs,
             num_classes=self.config.num_classes,
             classified=step.classified,
             program=lambda buffer: calls.hidden_sums(hidden, buffer),

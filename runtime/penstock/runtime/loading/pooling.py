@@ -36,6 +36,7 @@ _SUPPORTED = {
     "pooling_mode_lasttoken": Pooling.LAST_TOKEN,
     "pooling_mode_cls_token": Pooling.FIRST_TOKEN,
     "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_max_tokens": Pooling.MAX,
 }
 
 

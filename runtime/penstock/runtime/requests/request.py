@@ -57,6 +57,8 @@ class Pooling(enum.Enum):
     """Of the first token alone, which encoders make for it."""
     MEAN = "mean"
     """Of all tokens: their mean."""
+    MAX = "max"
+    """Of all tokens: the largest number of each channel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,8 +117,8 @@ class PromptValues:
     """Gathers, chunk by chunk, what one request wants of its prompt.
 
     Every planned chunk is committed, in the order of the plans, also if the sequence is preempted meanwhile.
-    So hidden states are added up once for each position: a chunk that is computed again adds those that no
-    chunk before it was planned to add.
+    So hidden states are pooled once for each position: a chunk that is computed again pools those that no
+    chunk before it was planned to pool.
     """
 
     __slots__ = (
@@ -128,8 +128,8 @@ class PromptValues:
         "_num_known",
         "_num_planned",
         "_num_prompt",
+        "_pooled",
         "_pooling",
-        "_sum",
         "is_wanted",
     )
 
@@ -143,14 +143,14 @@ class PromptValues:
         self._num_known = num_prompt - 1 if request.prompt_logprobs is None or first is None else first - 1
         """Below this position nothing is needed for the log-probabilities that are still wanted."""
         self._num_planned = num_prompt if self._pooling is None else 0
-        """Below this position, hidden states are added up already, or by chunks in flight."""
+        """Below this position, hidden states are pooled already, or by chunks in flight."""
         if self._pooling is Pooling.LAST_TOKEN:
             self._num_planned = num_prompt - 1
         self._is_first = self._pooling is Pooling.FIRST_TOKEN
         is_mean = self._pooling is Pooling.MEAN and reading is not None and not reading.classes
         self._count = num_prompt if is_mean else 1
         self._logprobs: list[TokenLogprobs] = []
-        self._sum: NDArray[np.float64] | None = None
+        self._pooled: NDArray[np.float64] | None = None
 
     @property
     def first_needed(self) -> int:
@@ -179,8 +179,8 @@ class PromptValues:
     # -- the embedding --
 
     def plan_pooling(self, start: int, end: int) -> int | None:
-        """Plan to add up hidden states of a chunk, the positions from `start` to `end`. Return how many of
-        its first ones are left out; None if all are.
+        """Plan to pool hidden states of a chunk, the positions from `start` to `end`. Return how many of its
+        first ones are left out; None if all are.
         """
         first = max(self._num_planned, start)
         if first >= end:
@@ -189,14 +189,21 @@ class PromptValues:
         return first - start
 
     def add_hidden(self, hidden: NDArray[np.float32]) -> None:
-        """Add the hidden states, float32[E], that a chunk has added up."""
-        self._sum = hidden.astype(np.float64) if self._sum is None else self._sum + hidden
+        """Take what a chunk has made of its hidden states, float32[E]: their sum or, with Pooling.MAX, the
+        largest number of each channel.
+        """
+        if self._pooled is None:
+            self._pooled = hidden.astype(np.float64)
+        elif self._pooling is Pooling.MAX:
+            self._pooled = np.maximum(self._pooled, hidden)
+        else:
+            self._pooled = self._pooled + hidden
 
     def pooled(self) -> NDArray[np.float32] | None:
         """Return the embedding, float32[E], once the last chunk is committed; None if none is wanted."""
-        if self._pooling is None or self._sum is None:
+        if self._pooling is None or self._pooled is None:
             return None
-        pooled: NDArray[np.float32] = (self._sum / self._count).astype(np.float32)
+        pooled: NDArray[np.float32] = (self._pooled / self._count).astype(np.float32)
         return pooled
 
 

@@ -40,6 +40,7 @@ _POOLINGS = {
     types_pb2.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
     types_pb2.POOLING_MEAN: Pooling.MEAN,
     types_pb2.POOLING_FIRST_TOKEN: Pooling.FIRST_TOKEN,
+    types_pb2.POOLING_MAX: Pooling.MAX,
 }
 _METHODS = {
     types_pb2.RERANK_METHOD_EMBEDDINGS: RelevanceMethod.EMBEDDINGS,

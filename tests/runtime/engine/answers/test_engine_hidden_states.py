@@ -33,6 +33,7 @@ GREEDY = ResolvedSampling(temperature=0.0)
 Case = dict[str, Any]
 READ = Finish(FinishReason.PROMPT_READ)
 LAST, MEAN = PromptReading(pooling=Pooling.LAST_TOKEN), PromptReading(pooling=Pooling.MEAN)
+MAX = PromptReading(pooling=Pooling.MAX)
 
 
 class Golden:
@@ -124,11 +125,16 @@ def test_embeddings_in_every_chunking(golden: Golden) -> None:
     for size in (None, 1, 7, 8, 24):
         set_chunk(engine, size)
         engine.flush_prefix_cache()
-        for name, reading, expected in (("l", LAST, states[-1]), ("m", MEAN, states.mean(axis=0))):
+        pooled_by = (
+            ("l", LAST, states[-1]),
+            ("m", MEAN, states.mean(axis=0)),
+            ("x", MAX, states.max(axis=0)),
+        )
+        for name, reading, expected in pooled_by:
             result = answer(engine, pool(tokens, reading, name))
             np.testing.assert_allclose(pooled(result), expected, rtol=1e-4, atol=1e-4)
             assert result.weights == 1
-            # The last token's needs no other position, and so comes from the cache; the mean needs them all.
+            # The last token's needs no other position, and so comes from the cache; the others need them all.
             assert result.cached_prompt_tokens == 0
             again = answer(engine, pool(tokens, reading, name))
             np.testing.assert_allclose(pooled(again), expected, rtol=1e-4, atol=1e-4)
@@ -169,7 +175,7 @@ def test_all_kinds_in_the_same_steps(golden: Golden) -> None:
     engine, cases = golden.engine, golden.cases
     alone: dict[str, NDArray[np.float32]] = {}
     for i, case in enumerate(cases):
-        for reading in (LAST, MEAN):
+        for reading in (LAST, MEAN, MAX):
             engine.flush_prefix_cache()
             result = answer(engine, pool(case["prompt"], reading))
             alone[f"{reading.pooling}{i}"] = pooled(result)
@@ -182,6 +188,7 @@ def test_all_kinds_in_the_same_steps(golden: Golden) -> None:
             for request in (
                 generate(case, f"g{i}"),
                 pool(case["prompt"], MEAN, f"{Pooling.MEAN}{i}"),
+                pool(case["prompt"], MAX, f"{Pooling.MAX}{i}"),
                 pool(case["prompt"], LAST, f"{Pooling.LAST_TOKEN}{i}"),
             )
         ]
@@ -208,9 +215,9 @@ def test_preempted_in_the_middle_of_a_prompt() -> None:
         golden = Golden(engine, GOLDEN / "qwen3")
         middle, long = golden.cases[1:]
         tokens = [*long["prompt"], *long["tokens"]]
-        expected = {reading: pooled(answer(engine, pool(tokens, reading))) for reading in (LAST, MEAN)}
+        expected = {reading: pooled(answer(engine, pool(tokens, reading))) for reading in (LAST, MEAN, MAX)}
         set_chunk(engine, 3)
-        for reading in (LAST, MEAN):
+        for reading in (LAST, MEAN, MAX):
             engine.flush_prefix_cache()
             grows = dataclasses.replace(
                 generate(middle, "grows"), stopping=StoppingParams(max_tokens=60, ignore_eos=True)

@@ -65,6 +65,10 @@ async def test_pooling_dimensions_and_length():
         assert vectors(whole) == [[2, 195, 98, 1]]
         asked = [request.reading for request in rig.engine.seen]
         assert asked[:2] == [PromptReading(pooling=Pooling.MEAN), PromptReading(pooling=Pooling.LAST_TOKEN)]
+        others = {types_pb2.POOLING_FIRST_TOKEN: [1, 98, 98, 1], types_pb2.POOLING_MAX: [2, 195, 98, 1]}
+        for pooling, expected in others.items():
+            reply = await rig.inference.Embed(embed("ba", pooling=pooling, normalize=False))
+            assert vectors(reply) == [expected]
 
 
 async def test_what_the_model_is_made_for_is_the_default():

@@ -23,6 +23,7 @@ POOLINGS = {
     types_pb2.POOLING_MEAN: "mean",
     types_pb2.POOLING_FIRST_TOKEN: "cls",
     types_pb2.POOLING_LAST_TOKEN: "last",
+    types_pb2.POOLING_MAX: "max",
 }
 OPTIONS = dataclasses.replace(CONFIG, max_model_len=None)
 CLASSIFIER = types_pb2.RERANK_METHOD_CLASSIFIER
