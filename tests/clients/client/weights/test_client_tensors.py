@@ -127,6 +127,32 @@ def test_directories(server, tmp_path):
     assert list(pushed(server, tmp_path)[0]) == ["single"]
 
 
+def test_layers_behind_the_pooling_of_an_encoder(server, tmp_path):
+    """Sentence Transformers keeps them in folders of their own, and the server knows them by these."""
+    save_file({"one": F32}, tmp_path / "model.safetensors")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Dense": "Dense"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    for folder in ("1_Pooling", "2_Dense", "3_Dense"):
+        (tmp_path / folder).mkdir()
+        save_file({"linear.weight": F32 + len(folder)}, tmp_path / folder / "model.safetensors")
+    dtypes, data = pushed(server, tmp_path)
+    assert list(dtypes) == ["one", "2_Dense.linear.weight", "3_Dense.linear.weight"]
+    assert data["2_Dense.linear.weight"] == (F32 + 7).tobytes()
+    (tmp_path / "3_Dense" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="3_Dense holds no"):
+        weights_digest(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../other", "a/b", "", ".."])
+def test_folders_elsewhere_are_refused(tmp_path, path):
+    save_file({"one": F32}, tmp_path / "model.safetensors")
+    for text in (json.dumps([{"path": path, "type": "Dense"}]), '{"path": 1}', "[1]", "nonsense"):
+        (tmp_path / "modules.json").write_text(text)
+        with pytest.raises(ValueError, match="is no list of modules"):
+            weights_digest(tmp_path)
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     for name in ("x", "y"):
         save_file({"a": F32}, tmp_path / f"{name}.safetensors")

@@ -164,6 +164,8 @@ def _packed(nibbles: Any) -> Any:
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MODULES = "modules.json"
+"""The file in which Sentence Transformers lists the parts of a model, each with the folder that it is in."""
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES: Mapping[str, tuple[weights_pb2.DataType.ValueType, int]] = {
     "BF16": (weights_pb2.DATA_TYPE_BF16, 2),
@@ -178,22 +180,43 @@ _DTYPES: Mapping[str, tuple[weights_pb2.DataType.ValueType, int]] = {
 
 def tensors_in(path: str | os.PathLike[str]) -> tuple[Tensor, ...]:
     """List the tensors of a safetensors file, or of a directory: those of model.safetensors, else of the
-    files that model.safetensors.index.json names, else of all *.safetensors in it. Reads headers only.
+    files that model.safetensors.index.json names, else of all *.safetensors in it. Where modules.json lists
+    layers behind the pooling (Dense), those in their folders follow, with names that begin with the folder,
+    as in 2_Dense.linear.weight. Reads headers only.
 
     Raises OSError for what cannot be read, ValueError for what is no complete safetensors file, and
     InvalidRequest, with every bad tensor, for dtypes that cannot be sent.
     """
-    violations = Violations()
+    violations, folder = Violations(), Path(path)
     found: dict[str, Tensor] = {}
-    for file in _files(Path(path)):
+    files = [("", file) for file in _files(folder)]
+    for behind in _folders_behind_pooling(folder):
+        files += [(f"{behind}.", file) for file in _files(folder / behind)]
+    for prefix, file in files:
         header, start = _header(file)
-        for name, fields in header.items():
+        for own_name, fields in header.items():
+            name = prefix + own_name
             if name in found:
                 raise ValueError(f"the tensor {name} is in {file} and in another file of {path}")
             with violations.of(f"tensors[{name!r}]"):
                 found[name] = _tensor(file, start, name, fields)
     violations.tell()
     return tuple(found.values())
+
+
+def _folders_behind_pooling(path: Path) -> list[str]:
+    """List the folders that modules.json names for layers behind the pooling; none for other checkpoints."""
+    modules = path / _MODULES
+    if not modules.is_file():
+        return []
+    try:
+        parts = json.loads(modules.read_text(encoding="utf-8"))
+        folders = [str(part["path"]) for part in parts if str(part["type"]).rpartition(".")[2] == "Dense"]
+        if any(folder in ("", "..") or Path(folder).name != folder for folder in folders):
+            raise ValueError("it names folders outside its directory")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{modules} is no list of modules: {error}") from error
+    return folders
 
 
 def _files(path: Path) -> list[Path]:
