@@ -121,7 +121,6 @@ def test_times_and_speed(engine: Engine) -> None:
     assert output.time_to_first_token == timing.time_to_first_token
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("truncation", "kept"),
     [
@@ -130,15 +129,17 @@ def test_times_and_speed(engine: Engine) -> None:
         (Truncation.MIDDLE, [1, 2, 3, 6, 7, 8]),
     ],
 )
-def test_a_prompt_that_is_too_long_is_cut_as_asked(truncation: Truncation, kept: list[int]) -> None:
-    with toy_engine(max_model_len=16, start=False) as engine:
-        prompt = list(range(1, 9))
-        context = ContextParams(truncation, reserve_tokens=10)
-        made = engine.generate(prompt, sampling=GREEDY_PARAMS, stopping=long(5), context=context)
-        assert (made.prompt.token_ids, made.prompt.truncated_tokens) == (tuple(kept), 2)
-        assert list(made.token_ids) == toy_tokens(kept, 5)
-        with pytest.raises(PromptTooLong):
-            engine.generate(list(range(20)), sampling=GREEDY_PARAMS)
+def test_a_prompt_that_is_too_long_is_cut_as_asked(
+    engine: Engine, truncation: Truncation, kept: list[int]
+) -> None:
+    """Six tokens of the prompt are left, because the answer is to have room for all others."""
+    most = engine.info.max_model_len
+    context = ContextParams(truncation, reserve_tokens=most - 6)
+    made = engine.generate(list(range(1, 9)), sampling=GREEDY_PARAMS, stopping=long(5), context=context)
+    assert (made.prompt.token_ids, made.prompt.truncated_tokens) == (tuple(kept), 2)
+    assert list(made.token_ids) == toy_tokens(kept, 5)
+    with pytest.raises(PromptTooLong):
+        engine.generate([1] * (most + 4), sampling=GREEDY_PARAMS)
 
 
 def test_priority_needs_its_policy(engine: Engine) -> None:
@@ -258,7 +259,7 @@ def test_a_list_may_be_longer_than_the_queue() -> None:
 
 @pytest.mark.ci
 def test_a_list_waits_for_a_queue_that_others_fill() -> None:
-    with toy_engine(max_num_seqs=1, max_queued_requests=1, start=False) as engine:
+    with toy_engine(max_queued_requests=1, start=False) as engine:
         gate, others = at_gate(engine), Collector()
         submit(engine, others, "other", [2], tokens=5)
         with pytest.raises(QueueFull):  # no request of the list runs, so it can wait for none
@@ -271,7 +272,7 @@ def test_a_list_waits_for_a_queue_that_others_fill() -> None:
 
 @pytest.mark.ci
 def test_a_list_leaves_room_in_the_queue_for_others() -> None:
-    with toy_engine(max_num_seqs=2, max_queued_requests=100, start=False) as engine:
+    with toy_engine(max_queued_requests=100, start=False) as engine:
         gate, made = at_gate(engine), []
         prompts = [[i % VOCAB] for i in range(30)]
 
@@ -281,13 +282,13 @@ def test_a_list_leaves_room_in_the_queue_for_others() -> None:
         thread = threading.Thread(target=generate)
         thread.start()
         deadline = time.monotonic() + 60
-        while engine.load().num_waiting < 4 and time.monotonic() < deadline:
+        while engine.load().num_waiting < 8 and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.05)  # time in which a list without a bound would submit more
         waiting = engine.load().num_waiting
         gate.open()
         thread.join(60)
-        assert waiting == 4  # twice the number of rows
+        assert waiting == 8  # twice the number of rows
         assert [list(g.token_ids) for g in made] == [toy_tokens(prompt, 3) for prompt in prompts]
 
 

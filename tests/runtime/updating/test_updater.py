@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from penstock.runtime.updating import updater as updater_module
 from penstock.runtime.updating.interface import Staging, UpdateOutcome, UpdateReport
 from penstock.runtime.updating.update import OneUpdate
 from penstock.runtime.updating.upload import Upload
-from tests.support.collector import Collector, at_gate, submit
+from tests.support.collector import Gate, at_gate
 from tests.support.models.toy import toy_engine, toy_model
 from tests.support.updating import Arrays, begun, bits, changed, described, options, send, tokens
 
@@ -223,24 +224,30 @@ def test_a_time_for_a_policy_that_does_not_wait_is_refused(engine: Engine, tenso
 
 @pytest.mark.ci
 def test_who_would_not_wait_so_long_is_told_and_the_update_stays_staged() -> None:
-    engine = toy_engine(toy_model(max_model_len=120_000), kv_cache_bytes=2**24)
+    """The engine's thread is held for longer than that, and then has a request that still runs."""
+    engine = toy_engine()
+
+    def hears_late(pending: Future[UpdateReport], gate: Gate) -> None:
+        time.sleep(0.1)
+        gate.open()
+        with pytest.raises(DrainTimeout):
+            pending.result(60)
+        gate.sink.last("held")
+
     try:
         five = {"offset": np.full((1,), 5, np.float32)}
         staged(engine, five, "patient")
-        sink = Collector()
-        submit(engine, sink, "long", tokens=100_000)
-        sink.first("long")
-        with pytest.raises(DrainTimeout):
-            engine.updater.commit_staged("patient", drain_timeout_s=0.05).result(60)
+        gate = at_gate(engine, tokens=100)
+        hears_late(engine.updater.commit_staged("patient", drain_timeout_s=0.05), gate)
         assert engine.updater.staged_update_id == "patient"
         assert engine.weights.generation == 1
-        report = engine.updater.commit_staged("patient", in_flight=InFlightPolicy.ABORT).result(60)
-        assert report.in_flight == InFlightReport(aborted=1)
+        gate = at_gate(engine, tokens=100)
+        aborting = engine.updater.commit_staged("patient", in_flight=InFlightPolicy.ABORT)
+        gate.open()
+        assert aborting.result(60).in_flight == InFlightReport(aborted=1)
         upload = begun(engine, five, "impatient", drain_timeout_s=0.05)
-        submit(engine, sink, "long too", tokens=100_000)
-        sink.first("long too")
-        with pytest.raises(DrainTimeout):
-            upload.commit(send(upload, five)).result(60)
+        gate = at_gate(engine, tokens=100)
+        hears_late(upload.commit(send(upload, five)), gate)
         upload.close()
         begun(engine, five, "next").close()  # the place is free
     finally:
