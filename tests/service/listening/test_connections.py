@@ -15,6 +15,8 @@ from tests.service.tls_rig import listening
 
 STREAM = "/penstock.v1.InferenceService/Stream"
 WATCH = "/grpc.health.v1.Health/Watch"
+IN_TIME_S = 1.5
+"""A connection lives at least so long, because its call must come before, also where the machine is busy."""
 
 
 def pings(peer: Peer) -> int:
@@ -23,7 +25,7 @@ def pings(peer: Peer) -> int:
 
 async def test_a_peer_that_answers_no_ping_is_gone():
     """What its request holds is freed, too, although the request generates nothing."""
-    connections = ConnectionOptions(keepalive_s=0.3, keepalive_timeout_s=0.3)
+    connections = ConnectionOptions(keepalive_s=IN_TIME_S, keepalive_timeout_s=0.3)
     async with (
         serving(fake(hold=True), connections=connections) as rig,
         Peer(rig.server.address, initial_window=1 << 20, answer_pings=False) as peer,
@@ -51,7 +53,7 @@ async def test_a_peer_that_answers_pings_stays_and_is_asked_again_and_again():
 
 
 async def test_an_old_connection_is_closed_once_its_streams_have_ended():
-    connections = ConnectionOptions(max_connection_age_s=0.3)
+    connections = ConnectionOptions(max_connection_age_s=IN_TIME_S)
     async with (
         serving(fake(hold=True), connections=connections) as rig,
         Peer(rig.server.address, initial_window=1 << 20) as peer,
@@ -65,7 +67,7 @@ async def test_an_old_connection_is_closed_once_its_streams_have_ended():
 
 
 async def test_the_streams_of_an_old_connection_may_be_cut_off():
-    connections = ConnectionOptions(max_connection_age_s=0.2, max_connection_age_grace_s=0.2)
+    connections = ConnectionOptions(max_connection_age_s=IN_TIME_S, max_connection_age_grace_s=0.2)
     async with (
         serving(fake(hold=True), connections=connections) as rig,
         Peer(rig.server.address, initial_window=1 << 20) as peer,
@@ -77,7 +79,7 @@ async def test_the_streams_of_an_old_connection_may_be_cut_off():
 
 
 async def test_an_idle_connection_is_closed_and_one_with_an_rpc_is_not():
-    connections = ConnectionOptions(max_connection_idle_s=0.3)
+    connections = ConnectionOptions(max_connection_idle_s=IN_TIME_S)
     async with (
         serving(connections=connections) as rig,
         Peer(rig.server.address, initial_window=1 << 20) as watching,
