@@ -211,3 +211,12 @@ def _entries(meta: AttentionMeta) -> _Entries:
     if meta.state_cut is None or meta.state_cut_to is None:
         return _Entries(meta.state_from, meta.state_to, None, meta.state_to)
     return _Entries(meta.state_from, meta.state_to, meta.state_cut, meta.state_cut_to)
+
+
+def computed_once(state: Array) -> Array:
+    """Return the state after a token, of which something is computed beside it. XLA's GPU backend would
+    compute it for that a second time, from the cache; and because this may be after the cache is written, it
+    would copy the whole cache before.
+    """
+    once: Array = lax.platform_dependent(state, cuda=lax.optimization_barrier, default=lambda state: state)
+    return once

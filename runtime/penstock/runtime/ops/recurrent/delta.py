@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.ops.attention import AttentionMeta
-from penstock.runtime.ops.recurrent.blocks import decays, scan_rows
+from penstock.runtime.ops.recurrent.blocks import computed_once, decays, scan_rows
 
 BLOCK_TOKENS = 64
 """Tokens that the chunked form computes at once."""
@@ -110,7 +110,7 @@ def delta_rule(
         decayed = before * jnp.exp(log_decay[tokens])[..., None, None]
         held = jnp.sum(decayed * key[..., None], axis=2)
         change = beta[tokens][..., None] * (v[tokens] - held)
-        after = decayed + key[..., None] * change[..., None, :]
+        after = computed_once(decayed + key[..., None] * change[..., None, :])
         return jnp.sum(after * query[..., None], axis=2), after
 
     def step_block(tokens: Array, used: Array, before: Array) -> tuple[Array, Array]:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.ops.attention import AttentionMeta
-from penstock.runtime.ops.recurrent.blocks import decays, scan_rows
+from penstock.runtime.ops.recurrent.blocks import computed_once, decays, scan_rows
 
 BLOCK_TOKENS = 64
 """Tokens that the chunked form computes at once."""
@@ -131,7 +131,7 @@ def selective_scan(
     def step_rows(tokens: Array, before: Array) -> tuple[Array, Array]:
         key, query = (jnp.repeat(part[tokens], repeats, axis=1) for part in (b, c))
         decayed = before * jnp.exp(log_decay[tokens])[..., None, None]
-        after = decayed + key[..., None] * x[tokens][..., None, :]
+        after = computed_once(decayed + key[..., None] * x[tokens][..., None, :])
         return jnp.sum(after * query[..., None], axis=2), after
 
     def step_block(tokens: Array, used: Array, before: Array) -> tuple[Array, Array]:
