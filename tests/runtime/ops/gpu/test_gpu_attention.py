@@ -170,7 +170,7 @@ def test_chunks_beside_rows_of_one_token() -> None:
     ],
     ids=["plain", "odd", "everything", "wide", "narrow"],
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(cases=steps(), seed=st.integers(0, 2**31))
 def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case], seed: int) -> None:
     attends(cases, shape, options, seed, decode=False)
