@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import logging
 import os
 import socket
@@ -123,14 +124,21 @@ def test_what_cannot_be_served_is_one_clear_line(
 def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name_and_file(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine = FakeEngine(max_adapters=2)
-    monkeypatch.setitem(vars(runtime), "Engine", SimpleNamespace(from_pretrained=lambda *_: engine))
+    engine, collects = FakeEngine(max_adapters=2), list[bool]()
+
+    def load(*_: object, lead: object) -> FakeEngine:
+        collects.append(gc.isenabled())
+        return engine
+
+    monkeypatch.setitem(vars(runtime), "Engine", SimpleNamespace(from_pretrained=load))
     good = on_disk(tmp_path, "good")
     flags = ["--adapter", f"sql={good}", "--adapter", f"law={tmp_path}/none"]
     code, errors = run("fake", "--port", "0", "--max-adapters", "2", *flags)
     assert code == 1
     assert f"penstock serve: --adapter: law={tmp_path}/none: " in errors
     assert engine.adapters.loaded == {"sql": good}
+    assert collects == [False]  # nothing looks for garbage among all that a load makes
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
