@@ -114,8 +114,8 @@ class _Follower:
         self.waiting_bytes -= size
         if not taken and self._behind and not self.is_over:
             taken.append(self._behind.popleft())
-        self._is_told = bool(self._waiting or self._behind)  # then the event loop comes again by itself
-        if not self._is_told:
+        if not taken:
+            self._is_told = False  # until then the event loop comes again by itself
             self.wake.clear()
         return taken
 
@@ -344,7 +344,9 @@ class GroupLeader:
                 self._changed.notify_all()  # whoever waits for room
             for data in messages:
                 await context.write(data)
-            if is_over and not follower.waiting_bytes:
+            if messages:
+                continue  # more may have come meanwhile
+            if is_over:
                 # The follower's process ends now. That breaks its connection, which cancels this task.
                 await asyncio.sleep(self._settle_s)
                 return
