@@ -53,12 +53,13 @@ def pooled_of(token_ids: Sequence[int], pooling: Pooling) -> NDArray[np.float32]
     if pooling is Pooling.LAST_TOKEN:
         return hidden_of(token_ids)
     states = np.stack([hidden_of(token_ids[: end + 1]) for end in range(len(token_ids))])
-    if pooling is Pooling.FIRST_TOKEN:
-        return states[0]
-    if pooling is Pooling.MAX:
-        return states.max(axis=0)
-    mean: NDArray[np.float32] = (states.sum(axis=0, dtype=np.float64) / len(states)).astype(np.float32)
-    return mean
+    mean = (states.sum(axis=0, dtype=np.float64) / len(states)).astype(np.float32)
+    pooled: dict[Pooling, NDArray[np.float32]] = {
+        Pooling.FIRST_TOKEN: states[0],
+        Pooling.MAX: states.max(axis=0),
+        Pooling.MEAN: mean,
+    }
+    return pooled[pooling]
 
 
 @dataclass

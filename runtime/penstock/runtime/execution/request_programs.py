@@ -88,12 +88,14 @@ def make_hidden_sums(
         def step(tile: _Tile, out: Array) -> Array:
             states = model.normalized(hidden[tile.tokens])
             to_add, to_max = _rows_to_pool(tile.others, tile.left, max_rows)
-            return lax.cond(
+            added = out.at[to_add].add(states, mode="drop")
+            pooled: Array = lax.cond(
                 (to_max < max_rows).any(),
                 lambda out: out.at[to_max].max(states, mode="drop"),
                 lambda out: out,
-                out.at[to_add].add(states, mode="drop"),
+                added,
             )
+            return pooled
 
         begin = jnp.where(has_maxima, -jnp.inf, 0).astype(jnp.float32)
         begin = jnp.broadcast_to(begin[:, None], (max_rows, hidden.shape[1]))
