@@ -77,6 +77,9 @@ def test_cpu_has_the_native_kernels_if_they_can_be_used() -> None:
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (NATIVE_RECURRENT, True)
     assert backend.linear_format(BF16, "int8").packed
     assert not backend.linear_format(F32, "int8").packed
+    assert backend.linear_format(F32, "none", is_encoder=True).float32
+    for dtype, quantization, is_encoder in ((F32, "none", False), (F32, "int8", True), (BF16, "none", True)):
+        assert not backend.linear_format(dtype, quantization, is_encoder=is_encoder).float32
     query, cache = jax.ShapeDtypeStruct((1, 1, 32), F32), jax.ShapeDtypeStruct((1, 2, 1, 16, 32), F32)
     keys_only = jax.ShapeDtypeStruct((1, 1, 1, 16, 32), F32)
     assert backend.attends_batch_invariantly(query, cache, None)
@@ -92,6 +95,7 @@ def test_cpu_without_kernels_computes_with_xla() -> None:
     assert (backend.logprobs, backend.zeros) == (token_logprobs, jnp.zeros)
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (XLA_RECURRENT, False)
     assert not backend.linear_format(BF16, "none").packed
+    assert not backend.linear_format(F32, "none", is_encoder=True).float32
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (CPU_SIZES, 4, False)
     assert backend.memory() is None
     assert list(backend.mesh.devices.flat) == [CPU]

@@ -17,14 +17,17 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models.config import MLPConfig
 from penstock.runtime.models.cutting import cut
+from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
+from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.attention import native_paged_attention
 from tests.support.goldens import GOLDEN
 from tests.support.models.configs import published
 from tests.support.models.reading import check_reading
 from tests.support.suite.drawing import few
 
+needs_kernels = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 NAMES = sorted(folder.parent.name for folder in (GOLDEN / "encoders").glob("*/config.json"))
 
 
@@ -43,6 +46,21 @@ def test_an_encoder_with_native_attention() -> None:
     weights = load_weights(directory, config, progress=False)
     program = check_reading(directory, config, weights, attention=native_paged_attention)
     assert program.count("penstock_attention") > config.num_layers  # and a plan for each window
+
+
+ENCODERS = tuple(name for name in NAMES if load_config(GOLDEN / "encoders" / name).encoder is not None)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", few(ENCODERS, ("bert",), ci=("albert", "modernbert_reranker")))
+def test_the_kernel_of_layers_in_float32(name: str) -> None:
+    """It computes all linear layers of all encoders, because each size is a multiple of 16."""
+    directory, linear = GOLDEN / "encoders" / name, LinearFormat(float32=True)
+    config = load_config(directory)
+    assert config.encoder is not None
+    weights = load_weights(directory, config, linear=linear, progress=False)
+    program = check_reading(directory, config, weights, linear=linear)
+    assert program.count('"penstock_float32"') >= 4 * len(config.encoder.passes or config.layers)
 
 
 def test_what_is_not_computed_is_refused_by_name() -> None:

@@ -6,10 +6,13 @@ tests/golden holds tiny random checkpoints, and what transformers 5.23 computed 
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.models import params
+from penstock.runtime.models.linear import LinearFormat
 from tests.support.goldens import GOLDEN, NAMES, ROWS, WITH_PICTURES, check_greedy, check_last_logits
 from tests.support.suite.drawing import few
 
@@ -41,3 +44,39 @@ def test_matches_pytorch(golden, case):
     ids = [token for token, _ in expected["last_logits_top"]]
     assert list(np.argsort(-logits)[: len(ids)]) == ids
     check_greedy(logits, sequence.feed, expected)
+
+
+IN_INT8 = (
+    "qwen3",
+    "gpt2",
+    "falcon",
+    "mpt",
+    "phimoe",
+    "granite_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "lfm2",
+    "qwen3_next",
+)
+"""One for each way in which a checkpoint stores its weights, and for each kind of layer."""
+
+
+@pytest.mark.parametrize("name", few(IN_INT8, (), ci=("gpt2",)))
+def test_int8_changes_each_row_of_a_weight_alone(golden_root, make_sequence, name):
+    """The other model has the floats of these rows, rounded by numpy to 127 steps of their largest one."""
+    directory, int8 = golden_root / name, LinearFormat(int8=True)
+    config = load_config(directory)
+    prompt = json.loads((directory / "expected.json").read_text())["cases"][1]["prompt"]
+    exact = load_weights(directory, config, progress=False)
+    leaves = dict(zip(params.leaf_shapes(config), params.state_to_leaves(exact), strict=True))
+    for path, shape in params.leaf_shapes(config, linear=int8).items():
+        if shape.dtype == np.int8:
+            wide = np.asarray(leaves[path], np.float64)
+            step = np.abs(wide).max(axis=-1, keepdims=True) / 127
+            step[step == 0] = 1
+            leaves[path] = jnp.asarray(np.rint(wide / step) * step, jnp.float32)
+    expected = make_sequence(config, params.state_of(config, leaves)).feed(prompt)
+    quantised = load_weights(directory, config, linear=int8, progress=False)
+    got = make_sequence(config, quantised, linear=int8).feed(prompt)
+    assert np.abs(expected - make_sequence(config, exact).feed(prompt)).max() > 1e-3
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from penstock.runtime.execution.on_mesh import CUT, WHOLE, on_mesh
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.params import ModelState, bind, state_to_leaves
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, paged_attention
 
@@ -52,10 +53,11 @@ def check_reading(
     state: ModelState,
     mesh: Mesh | None = None,
     attention: AttentionOp = paged_attention,
+    linear: LinearFormat = PLAIN,
 ) -> str:
     """Check that the states and classes of a golden's texts, together and alone, are PyTorch's. mesh: the
-    devices over which the model is cut; None: it is not. attention: what a decoder would attend with. Returns
-    the program that makes the states, as XLA's text.
+    devices over which the model is cut; None: it is not. attention: what a decoder would attend with. linear:
+    the format of the state's weights. Returns the program that makes the states, as XLA's text.
     """
     leaves = state_to_leaves(state)
     cases = json.loads((directory / "expected.json").read_text())["cases"]
@@ -63,11 +65,11 @@ def check_reading(
 
     def hidden_of(leaves: Any, ids: jax.Array, lengths: jax.Array) -> jax.Array:
         cache = tuple(jnp.zeros(array.shape, array.dtype) for array in arrays)
-        meta, model = meta_of(lengths), bind(config, leaves)
+        meta, model = meta_of(lengths), bind(config, leaves, linear=linear)
         return model.normalized(model(ids, meta.positions, cache, (meta,), attention=attention)[0])
 
     def classes_of(leaves: Any, pooled: jax.Array) -> jax.Array:
-        return bind(config, leaves).classes(pooled)
+        return bind(config, leaves, linear=linear).classes(pooled)
 
     if mesh is None:
         read, classify = jax.jit(hidden_of), jax.jit(classes_of)

@@ -180,11 +180,15 @@ class Backend:
             "the places of the devices": ", ".join(map(str, places)),
         }
 
-    def linear_format(self, dtype: np.dtype[np.generic], quantization: str) -> LinearFormat:
+    def linear_format(
+        self, dtype: np.dtype[np.generic], quantization: str, *, is_encoder: bool = False
+    ) -> LinearFormat:
         """Tell how the linear weights of a model in `dtype` are stored."""
+        has_kernels, is_whole = self.packed_dtype is not None, quantization == "none"
         return LinearFormat(
             packed=dtype == self.packed_dtype,
             int8=quantization == "int8",
+            float32=has_kernels and is_encoder and is_whole and dtype == np.float32,
             codes=CodeForm(bits=4, zeros=False) if quantization == "int4" else None,
             experts=self.experts,
         )

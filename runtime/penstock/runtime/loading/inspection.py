@@ -226,7 +226,7 @@ def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspe
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.laid_out(backend.lanes).check_dtype(options.kv_cache_dtype)
-    usual = backend.linear_format(dtype, options.quantization)
+    usual = backend.linear_format(dtype, options.quantization, is_encoder=config.encoder is not None)
     linear = format_for(usual, {}, partial(load_rules, config, dtype))
     return _inspection(config, dtype, linear, options, backend)
 

@@ -210,9 +210,8 @@ def read_checkpoint(
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.laid_out(backend.lanes).check_dtype(options.kv_cache_dtype)
-    linear = format_for(
-        backend.linear_format(dtype, options.quantization), tensors, partial(load_rules, config, dtype)
-    )
+    usual = backend.linear_format(dtype, options.quantization, is_encoder=config.encoder is not None)
+    linear = format_for(usual, tensors, partial(load_rules, config, dtype))
     rules = load_rules(config, dtype, linear)
     tensors = without_empty_biases(tensors, rules)
     check_tensors(rules, tensors, where=f"checkpoint {directory}")

@@ -114,16 +114,15 @@ class DecoderLayer(nnx.Module):
         it. `of_layer`: the tokens' embeddings for this layer, if the model has such, [T, size].
         """
         with jax.named_scope("attention"):
-            joined, summed_norm = self._joined(self.attention_out_norm, self.multiplier)
+            joined = self._joined(self.attention_out_norm, self.multiplier)
             joined_x, kept = self.self_attn(x, self.attention_norm, joined, kv[0], inputs)
-            joined_x = joined_x if summed_norm is None else summed_norm(joined_x, inputs.pools)
             new_kv = [kept]
             if self.beside is not None:
                 joined = Residual(None, self.beside_multiplier, self.joins_natively, onto=joined_x)
                 joined_x, state = self.beside(x, self.attention_norm, joined, kv[1], inputs)
                 new_kv.append(state)
         with jax.named_scope("mlp"):
-            joined, summed_norm = self._joined(self.mlp_out_norm, self.mlp_multiplier)
+            joined = self._joined(self.mlp_out_norm, self.mlp_multiplier)
             if self.mlp is None:
                 x = joined_x
             elif self.is_parallel:
@@ -131,17 +130,14 @@ class DecoderLayer(nnx.Module):
                 x = joined_x + self.mlp.alone(x, self.mlp_norm or self.attention_norm, inputs)
             else:
                 x = self.mlp(joined_x, self.mlp_norm, joined, inputs)
-            x = x if summed_norm is None else summed_norm(x, inputs.pools)
         if self.per_layer is not None and of_layer is not None:
             x = self.per_layer(x, of_layer, inputs)
         return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], new_kv
 
-    def _joined(self, norm: Norm | None, multiplier: float) -> tuple[Residual, Norm | None]:
-        """Tell how a part joins the residual stream, and the norm of the sum, if that has one. `norm` is that
-        of the part or of the sum.
-        """
+    def _joined(self, norm: Norm | None, multiplier: float) -> Residual:
+        """Tell how a part joins the residual stream. `norm` is that of the part or of the sum."""
         of_part, of_sum = (None, norm) if self.norms_sums else (norm, None)
-        return Residual(of_part, multiplier, self.joins_natively), of_sum
+        return Residual(of_part, multiplier, self.joins_natively, sum_norm=of_sum)
 
 
 def _attention(

@@ -45,9 +45,10 @@ from penstock.runtime.ops.cache_spec import TPU_LANES
 from penstock.runtime.ops.codes import OUTPUTS, CodeForm, matmul_codes, rows_of
 from penstock.runtime.ops.experts import ExpertsOp, experts
 from penstock.runtime.ops.native import adapters as native_adapters
+from penstock.runtime.ops.native import float32 as native_float32
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
-from penstock.runtime.ops.native.norm import can_normalize, normalize
+from penstock.runtime.ops.native.norm import Plain, can_normalize, normalize
 from penstock.runtime.ops.products import (
     as_stored,
     gated,
@@ -65,6 +66,9 @@ class LinearFormat:
     """As tiles for the native CPU kernels; activations must be bfloat16."""
     int8: bool = False
     """As int8 with one float32 scale for each output; the kernels quantize activations on the way."""
+    float32: bool = False
+    """As tiles of float32 for the kernel of such layers, in encoders in float32. The weights are not
+    `packed`, because the other kernels take no activations in float32."""
     codes: CodeForm | None = None
     """As these bytes, whether or not they are `packed` for the kernels. Layers that cannot be cut into tiles
     are int8, and so are tables of embeddings and heads: in 4 bits they alone would cost a third of the
@@ -77,32 +81,36 @@ class LinearFormat:
 
     def of(self, out_sizes: Iterable[int], in_size: int) -> LinearFormat:
         """Return the format of a layer whose parts have these numbers of outputs."""
-        if all(native.can_pack(size, in_size) for size in out_sizes):
+        can_pack = native_float32.can_pack if self.float32 else native.can_pack
+        if all(can_pack(size, in_size) for size in out_sizes):
             return self
         return replace(self.of_table(), packed=False)
 
     def of_table(self) -> LinearFormat:
-        """Return the format of a table of embeddings and of a head, of which no codes are made."""
-        return self if self.codes is None else LinearFormat(packed=self.packed, int8=True)
+        """Return the format of a table of embeddings and of a head, of which neither codes are made nor tiles
+        of float32.
+        """
+        whole = replace(self, float32=False)
+        return whole if self.codes is None else LinearFormat(packed=self.packed, int8=True)
 
     def weight(self, out_size: int, in_size: int, dtype: jnp.dtype, *stacked: int) -> nnx.Param[jax.Array]:
         """Make a weight [*stacked, out_size, in_size] of zeros in this format."""
         if self.codes is not None:
             return nnx.Param(jnp.zeros((*stacked, *self.codes.shape(out_size, in_size)), jnp.uint8))
         shape: tuple[int, ...] = (out_size, in_size)
-        if self.packed:
-            shape = native.packed_shape(out_size, in_size, int8=self.int8)
+        if self.packed or self.float32:
+            shape = native.packed_shape(out_size, in_size, int8=self.int8, float32=self.float32)
         return nnx.Param(jnp.zeros((*stacked, *shape), jnp.int8 if self.int8 else dtype))
 
     @property
     def put(self) -> Put:
         """How rows are put into a leaf."""
-        return pack_code_rows if self.codes is not None else PUTS[self.packed, self.int8]
+        return pack_code_rows if self.codes is not None else PUTS[self.packed or self.float32, self.int8]
 
     @property
     def outputs_per_entry(self) -> int:
         """How many outputs an entry of a leaf has."""
-        return native.BLOCK_OUT if self.packed or self.codes is not None else 1
+        return native.BLOCK_OUT if self.packed or self.float32 or self.codes is not None else 1
 
 
 PLAIN = LinearFormat()
@@ -152,7 +160,7 @@ def part_rules(
         dtype=dtype,
         decode=there.decode,
         kept=there.kept if there.kept is not None and there.kept.fits(OUTPUTS, shape[1]) else None,
-        may_keep=may_keep or linear.put is pack_rows,
+        may_keep=may_keep or (linear.put is pack_rows and not linear.float32),
         put=linear.put,
         cut=by_rows if sums == 1 else Cut(along="columns", spans=(Span(sums, shape[1]),)),
     )
@@ -204,6 +212,35 @@ class Linear(nnx.Module):
     def packed(self) -> bool:
         """Whether the native kernels multiply it."""
         return self.form.packed
+
+    def multiplied(
+        self,
+        x: jax.Array,
+        num_rows: jax.Array,
+        pools: Pools,
+        *,
+        plain: Plain | None = None,
+        residual: jax.Array | None = None,
+        norm: LayerNorm | None = None,
+    ) -> jax.Array:
+        """Compute norm(residual + plain(product(x))) by the kernel of layers in float32: x [T, in] ->
+        [T, out].
+        """
+        assert self.adapter_at is None, "adapters change no encoders"
+        weight, bias = (None, None) if norm is None else (norm.weight_at, norm.bias_at)
+        return native_float32.multiply(
+            x,
+            self.weight[...],
+            pools.vectors,
+            num_rows=num_rows,
+            bias_at=None if self.bias_at is None else self.bias_at.begin,
+            plain=plain,
+            residual=residual,
+            eps=None if norm is None else norm.eps,
+            norm_at=None if weight is None else weight.begin,
+            norm_bias_at=None if bias is None else bias.begin,
+            offset=0.0 if norm is None else norm.offset,
+        )
 
     def keep(self, form: CodeForm) -> None:
         """Have a checkpoint's codes as the weight, in a model whose weights are packed for native kernels."""
@@ -362,7 +399,7 @@ def project(
     linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: Norm | None = None
 ) -> jax.Array:
     """Compute linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
-    if linear.sums > 1:
+    if linear.sums > 1 or linear.form.float32:
         return project_float32(linear, x, num_rows, pools, norm=norm).astype(x.dtype)
     x, norm = _read(linear, x, norm, num_rows, pools)
     if linear.packed:
@@ -380,6 +417,8 @@ def project_float32(
         weights, options = (linear.operands(pools),), _norm_options(norm, pools)
         more = _more(linear, x, num_rows, pools, norm)
         y = native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, more=more, **options)
+    elif linear.form.float32:
+        y = linear.multiplied(x if norm is None else norm(x, pools), num_rows, pools)
     else:
         y = linear.product(x if norm is None else norm(x, pools), pools)
     return y if linear.sums == 1 else summed(y)
@@ -400,15 +439,20 @@ def add_projected(
     pools: Pools,
     *,
     multiplier: float = 1.0,
+    norm: Norm | None = None,
 ) -> jax.Array:
-    """Compute residual [T, out] + multiplier * linear(x), x [T, in] -> [T, out]."""
-    if linear.sums > 1:
+    """Compute norm(residual [T, out] + multiplier * linear(x)), x [T, in] -> [T, out]."""
+    if linear.form.float32 and linear.sums == 1 and multiplier == 1.0 and not isinstance(norm, RMSNorm):
+        return linear.multiplied(x, num_rows, pools, residual=residual, norm=norm)
+    if linear.sums > 1 or linear.form.float32:
         y = project_float32(linear, x, num_rows, pools) * np.float32(multiplier)
-        return (residual.astype(jnp.float32) + y).astype(residual.dtype)
-    if linear.packed:
+        y = (residual.astype(jnp.float32) + y).astype(residual.dtype)
+    elif linear.packed:
         weights, more = (linear.operands(pools),), _more(linear, x, num_rows, pools, None)
-        return native.linear(x, weights, num_rows=num_rows, residual=residual, scale=multiplier, more=more)
-    return residual + (linear.product(x, pools) * np.float32(multiplier)).astype(x.dtype)
+        y = native.linear(x, weights, num_rows=num_rows, residual=residual, scale=multiplier, more=more)
+    else:
+        y = residual + (linear.product(x, pools) * np.float32(multiplier)).astype(x.dtype)
+    return y if norm is None else norm(y, pools)
 
 
 def add_normalised(
@@ -433,6 +477,15 @@ def add_normalised(
         return normalize(x, num_rows=num_rows, residual=residual, scale=multiplier, **options)
     y = x if norm is None else norm(x, pools)
     return residual + (y if multiplier == 1.0 else y * np.asarray(multiplier, y.dtype))
+
+
+def project_activated(
+    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: Norm | None, plain: Plain
+) -> jax.Array | None:
+    """Compute plain(linear(norm(x))) in one kernel, x [T, in] -> [T, out]; None where there is none."""
+    if not linear.form.float32 or linear.sums > 1:
+        return None
+    return linear.multiplied(x if norm is None else norm(x, pools), num_rows, pools, plain=plain)
 
 
 def project_gated(

@@ -107,7 +107,7 @@ def model_of_shapes(
     config = cut_for(config, options, backend.mesh.size)
     config = config.for_context(options.max_model_len or config.max_position_embeddings)
     dtype = model_dtype(config, options.dtype)
-    linear = backend.linear_format(dtype, options.quantization)
+    linear = backend.linear_format(dtype, options.quantization, is_encoder=config.encoder is not None)
     graphdef, shapes = abstract_model(config, dtype, linear)
     leaves: Any = placed_shapes(config, dtype, linear, backend.mesh)
     return ServedModel(

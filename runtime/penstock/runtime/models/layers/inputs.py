@@ -77,7 +77,7 @@ class Passed(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """How an attention or an MLP joins the residual stream: x + multiplier * norm(y)."""
+    """How an attention or an MLP joins the residual stream: sum_norm(x + multiplier * norm(y))."""
 
     norm: Norm | None = None
     multiplier: float = 1.0
@@ -85,18 +85,20 @@ class Residual(NamedTuple):
     """Whether the CPU kernel does it where no product can."""
     onto: jax.Array | None = None
     """What is added to, if it is not x."""
+    sum_norm: Norm | None = None
 
     def add_projected(self, linear: Linear, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Add linear(y): y [T, in], x [T, E] -> [T, E]."""
         if self.onto is not None:
             x = self.onto
         if self.norm is None:
-            return add_projected(linear, y, x, inputs.num_tokens, inputs.pools, multiplier=self.multiplier)
+            multiplier, rows, pools = self.multiplier, inputs.num_tokens, inputs.pools
+            return add_projected(linear, y, x, rows, pools, multiplier=multiplier, norm=self.sum_norm)
         return self.add(project(linear, y, inputs.num_tokens, inputs.pools), x, inputs)
 
     def add(self, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Add y: y and x [T, E] -> [T, E]."""
-        return add_normalised(
+        joined = add_normalised(
             y,
             x,
             inputs.num_tokens,
@@ -105,3 +107,4 @@ class Residual(NamedTuple):
             multiplier=self.multiplier,
             natively=self.natively,
         )
+        return joined if self.sum_norm is None else self.sum_norm(joined, inputs.pools)

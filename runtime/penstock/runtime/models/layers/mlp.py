@@ -11,7 +11,7 @@ from flax import nnx
 
 from penstock.runtime.models.config import MLPConfig, ModelConfig, PlainActivation
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
-from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gated
+from penstock.runtime.models.linear import Linear, LinearFormat, project, project_activated, project_gated
 from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector
 from penstock.runtime.models.pools import PoolPlanners
@@ -68,6 +68,10 @@ class MLP(nnx.Module):
             return gated(self.activation, both * factors[None]).astype(x.dtype)
         if self.plain is None and self.activation != "gelu":
             return project_gated(self.gate_up_proj, x, rows, pools, norm=norm, activation=self.activation)
+        if self.plain in ("gelu", "gelu_tanh"):
+            inner = project_activated(self.gate_up_proj, x, rows, pools, norm=norm, plain=self.plain)
+            if inner is not None:
+                return inner
         made = project(self.gate_up_proj, x, rows, pools, norm=norm)
         if self.plain in ("gelu", "gelu_tanh") and self.gate_up_proj.packed and can_normalize(self.inner):
             return normalize(made, num_rows=rows, eps=None, plain=self.plain)

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 TARGETS = (
     "penstock_linear",
+    "penstock_float32",
     "penstock_norm",
     "penstock_rotate",
     "penstock_attention_plan",

@@ -29,7 +29,7 @@ from penstock.runtime.ops.native.activations import ACTIVATIONS, Activation
 
 BLOCK_OUT = 16
 _BF16_IN, _INT8_IN = 32, 64
-"""Inputs of a tile, in bfloat16 and in int8."""
+"""Inputs of a tile, in bfloat16 and in int8; one in float32 has half as many as the former."""
 _MOST_IN = 1 << 17
 """The inputs whose products of two int8, at most 128 * 127 each, an int32 can sum, as AMX does for a row."""
 _QUANTIZED_AT_ONCE = 1 << 18
@@ -77,15 +77,18 @@ def can_pack(out_size: int, in_size: int) -> bool:
     return out_size % BLOCK_OUT == 0 and in_size % _INT8_IN == 0 and in_size <= _MOST_IN
 
 
-def packed_shape(out_size: int, in_size: int, *, int8: bool) -> tuple[int, ...]:
-    """Return the shape of the tiles of a weight [out_size, in_size]."""
-    per_tile, group = (_INT8_IN, 4) if int8 else (_BF16_IN, 2)
+def packed_shape(out_size: int, in_size: int, *, int8: bool, float32: bool = False) -> tuple[int, ...]:
+    """Return the shape of the tiles of a weight [out_size, in_size], in bfloat16 unless int8 or float32 are
+    true.
+    """
+    per_tile, group = (_BF16_IN // 2, 1) if float32 else (_INT8_IN, 4) if int8 else (_BF16_IN, 2)
     return (out_size // BLOCK_OUT, in_size // per_tile, per_tile // group, BLOCK_OUT, group)
 
 
 def pack(weight: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Pack weight [N, K], bfloat16 or int8 -> tiles."""
-    tiles = np.empty(packed_shape(*weight.shape, int8=weight.dtype == np.int8), weight.dtype)
+    """Pack weight [N, K], bfloat16, int8 or float32 -> tiles."""
+    int8, float32 = weight.dtype == np.int8, weight.dtype == np.float32
+    tiles = np.empty(packed_shape(*weight.shape, int8=int8, float32=float32), weight.dtype)
     pack_into(tiles, np.ascontiguousarray(weight))
     return tiles
 
@@ -93,7 +96,7 @@ def pack(weight: NDArray[np.generic]) -> NDArray[np.generic]:
 def pack_into(tiles: NDArray[np.generic], weight: NDArray[np.generic]) -> None:
     """Write the tiles of a weight [N, K] into `tiles`; both arrays are C-contiguous.
 
-    A group of a tile has 4 bytes in either format, so each block of 16 outputs is a transposition of 32-bit
+    A group of a tile has 4 bytes in each format, so each block of 16 outputs is a transposition of 32-bit
     words: numpy copies these seven times as fast as the elements of the groups.
     """
     blocks = weight.shape[0] // BLOCK_OUT

@@ -20,7 +20,7 @@ from penstock.runtime.ops.native import library
 _LANES = 16
 Plain = Literal["gelu", "gelu_tanh"]
 """GELU, exactly or in its approximation by tanh."""
-_PLAIN: Mapping[Plain | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2}
+PLAIN: Mapping[Plain | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2}
 """The numbers in src/norm/norm.h."""
 
 
@@ -84,7 +84,7 @@ def normalize(
         library.absent(jnp.float32) if factor is None else factor,
         normed=eps is not None,
         centred=centred,
-        plain=np.int32(_PLAIN[plain]),
+        plain=np.int32(PLAIN[plain]),
         eps=np.float32(0.0 if eps is None else eps),
         offset=np.float32(offset),
         scale=np.float32(scale),

@@ -30,5 +30,26 @@ inline Lanes Activate(Activation activation, float limit, Lanes gate, Lanes up) 
   return Mul(Gated(gate, gate), up);
 }
 
+// x (1 + erf(x / sqrt 2)) / 2, which is max(x, 0) - |x| erfc(|x| / sqrt 2) / 2. The polynomial of erfc is Chebyshev's,
+// to 1.2e-7 of each value (Press et al., Numerical Recipes, 6.2).
+inline Lanes Gelu(Lanes x) {
+  constexpr float kTerms[] = {0.17087277f,  -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
+                              -0.18628806f, 0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
+  const Lanes above = Clip(x, 0.0f, __builtin_inff()), size = Sub(above, Clip(x, -__builtin_inff(), 0.0f));
+  const Lanes z = Mul(size, Fill(0.70710678f));
+  const Lanes t = Div(Fill(1.0f), Add(Fill(1.0f), Mul(Fill(0.5f), z)));
+  Lanes power = Fill(kTerms[0]);
+  for (int i = 1; i < 10; ++i) {
+    power = Add(Mul(power, t), Fill(kTerms[i]));
+  }
+  const Lanes erfc = Mul(t, Exp(Sub(power, Mul(z, z))));
+  return Sub(above, Mul(Mul(size, Fill(0.5f)), erfc));
+}
+
+// The activation of a layer without a gate, which is not kNone.
+inline Lanes Activate(Plain plain, Lanes x) {
+  return plain == Plain::kGelu ? Gelu(x) : Activate(Activation::kGeluTanh, 0.0f, x, Fill(1.0f));
+}
+
 }  // namespace
 }  // namespace penstock

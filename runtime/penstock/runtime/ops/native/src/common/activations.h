@@ -1,4 +1,4 @@
-// The activations of gated layers: out = act(gate) * up. activate.h computes them.
+// The activations of gated layers, out = act(gate) * up, and of layers without a gate. activate.h computes them.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,9 @@ namespace penstock {
 
 // The numbers are those of ACTIVATIONS in activations.py.
 enum class Activation : int { kNone = 0, kSilu = 1, kGeluTanh = 2, kGptOss = 3, kSigmoid = 4 };
+
+// An activation of a layer without a gate. The numbers are those of norm.py.
+enum class Plain : int { kNone = 0, kGelu = 1, kGeluTanh = 2 };
 
 // Whether an operation's attribute is the number of a gated activation.
 constexpr bool IsGated(int64_t number) {

@@ -4,10 +4,9 @@
 
 #include <cstdint>
 
-namespace penstock {
+#include "common/activations.h"
 
-// An activation of an MLP without a gate. The numbers are those of norm.py.
-enum class Plain : int { kNone = 0, kGelu = 1, kGeluTanh = 2 };
+namespace penstock {
 
 // y = (residual + scale * plain(normalised x)) * factor, rounded once. Each row is cut into runs of `size` channels,
 // and each run is normalised by its own root mean square, or by its own mean and deviation, and multiplied by offset +

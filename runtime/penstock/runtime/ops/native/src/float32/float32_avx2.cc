@@ -1,0 +1,10 @@
+#include "float32/float32_kernel.h"
+
+namespace penstock {
+
+const Float32Kernel& Float32Avx2() {
+  static const Float32Kernel kernel{kBlocks, MultiplyRows, NormalizeRows};
+  return kernel;
+}
+
+}  // namespace penstock
