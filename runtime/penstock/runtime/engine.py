@@ -250,7 +250,7 @@ class Engine(EngineCore):
         )
         """Takes new weights, from other programs and from files."""
         self.adapters = AdapterRegistry(
-            parts.config, parts.adapter_reader, parts.scheduler.roster.adapters, self.pin_adapters
+            parts.config, parts.adapter_reader, parts.scheduler.roster.adapters, self.name_adapters
         )
         """The LoRA adapters that requests may name."""
         self.profiler = Profiler(self)

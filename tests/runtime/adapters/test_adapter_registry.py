@@ -52,7 +52,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def registry_of(read: Reading, options: Options) -> AdapterRegistry:
-    return AdapterRegistry(options, read, AdapterSlots(options.max_adapters), lambda digests: None)
+    return AdapterRegistry(options, read, AdapterSlots(options.max_adapters), lambda named, pinned: None)
 
 
 def pushed(content: str) -> AdapterTensors:
@@ -126,16 +126,17 @@ def test_a_slow_disk_keeps_nobody_from_what_is_in_memory(tmp_path: Path, pool: T
     assert isinstance(asked.exception(60), UnknownAdapterError)
 
 
-def test_the_engine_is_told_of_pins_that_change() -> None:
-    read, told = Reading(), list[frozenset[str]]()
+def test_the_engine_is_told_of_names_and_pins_that_change() -> None:
+    read, told = Reading(), list[tuple[frozenset[str], frozenset[str]]]()
     read.go.release(2)
-    registry = AdapterRegistry(Options(), read, AdapterSlots(2), told.append)
+    registry = AdapterRegistry(Options(), read, AdapterSlots(2), lambda *both: told.append(both))
     registry.load("a", pushed("a"))
     registry.load("b", pushed("b"), pinned=True)
     registry.pin("b", True)
     registry.unload("a")
     registry.unload("b")
-    assert told == [{b"b".hex()}, set()]
+    a, b = b"a".hex(), b"b".hex()
+    assert told == [({a}, set()), ({a, b}, {b}), ({b}, {b}), (set(), set())]
 
 
 def test_a_name_that_no_file_can_have_is_unknown(tmp_path: Path) -> None:

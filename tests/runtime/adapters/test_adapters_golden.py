@@ -206,7 +206,7 @@ def test_a_folder_of_adapters_is_read_on_first_use(tmp_path: Path, engine: Engin
     for folder in folders("qwen3"):
         (tmp_path / folder.name).symlink_to(folder.resolve())
     options = dataclasses.replace(engine.config, adapter_dir=tmp_path, max_cached_adapters=2, max_adapters=2)
-    registry = AdapterRegistry(options, engine.adapters._reader, AdapterSlots(2), lambda digests: None)
+    registry = AdapterRegistry(options, engine.adapters._reader, AdapterSlots(2), lambda named, pinned: None)
     assert registry.list() == ()
     first = registry.weights_of("patterns")
     assert registry.weights_of("patterns") is first
@@ -222,7 +222,7 @@ def test_a_folder_of_adapters_is_read_on_first_use(tmp_path: Path, engine: Engin
     registry.load("by name too", LORA / "qwen3" / "patterns")
     with pytest.raises(TooManyAdaptersError):
         registry.load("one too many", LORA / "qwen3" / "patterns")
-    off = AdapterRegistry(options, None, AdapterSlots(0), lambda digests: None)
+    off = AdapterRegistry(options, None, AdapterSlots(0), lambda named, pinned: None)
     with pytest.raises(UnsupportedFeature, match="max_adapters 0"):
         off.weights_of("patterns")
 

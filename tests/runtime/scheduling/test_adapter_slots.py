@@ -61,15 +61,31 @@ def test_an_adapter_is_written_once_for_all_that_use_it() -> None:
 
 def test_the_least_recently_used_leaves_when_nobody_uses_it() -> None:
     scheduler = make(max_adapters=2)
+    scheduler.name_adapters(frozenset("abc"), frozenset())
     for name, digest in (("a", "a"), ("b", "b"), ("a2", "a")):
         add(scheduler, name, digest, max_tokens=1)
         step(scheduler)
     add(scheduler, "c", "c", max_tokens=1)
     assert loads(step(scheduler)) == [(2, "c")]
-    scheduler.pin_adapters(frozenset("a"))
+    scheduler.name_adapters(frozenset("abc"), frozenset("a"))
     add(scheduler, "b2", "b", max_tokens=1)
     assert loads(step(scheduler)) == [(2, "b")]  # c was used later than a, but a is pinned
     assert scheduler.roster.adapters.num_evicted == 2
+
+
+def test_one_that_no_name_means_leaves_first_and_is_not_counted() -> None:
+    scheduler = make(max_adapters=2)
+    scheduler.name_adapters(frozenset("ab"), frozenset())
+    for digest in "ab":
+        add(scheduler, digest, digest, max_tokens=1)
+        step(scheduler)
+    scheduler.name_adapters(frozenset("acd"), frozenset())  # b was unloaded, and is the one used last
+    add(scheduler, "c", "c", max_tokens=1)
+    assert loads(step(scheduler)) == [(2, "c")]
+    assert scheduler.roster.adapters.num_evicted == 0
+    add(scheduler, "d", "d", max_tokens=1)
+    assert loads(step(scheduler)) == [(1, "d")]
+    assert scheduler.roster.adapters.num_evicted == 1
 
 
 def test_who_waits_for_a_slot_is_passed_only_by_those_that_need_none() -> None:

@@ -77,15 +77,16 @@ class AdapterRegistry:
         limits: Limits,
         reader: Reader | None,
         slots: AdapterSlots,
-        pin: Callable[[frozenset[str]], None],
+        tell: Callable[[frozenset[str], frozenset[str]], None],
     ) -> None:
         """`reader` None: the engine has no adapters. `slots`: those of the device, which are only read here.
-        `pin` is called with the digests of the adapters that keep their slots.
+        `tell` is called with the digests of the adapters that a name means, and of those that keep their
+        slots.
         """
-        self._limits, self._reader, self._slots, self._pin = limits, reader, slots, pin
+        self._limits, self._reader, self._slots, self._tell = limits, reader, slots, tell
         self._entries: dict[str, _Entry] = {}
         self._loading: dict[str, str] = {}  # name to source, in order of their beginning
-        self._pinned: frozenset[str] = frozenset()  # as the scheduler knows it
+        self._told = frozenset[str](), frozenset[str]()  # what the scheduler knows
         self._num_evicted = 0
         self._lock = threading.Condition()
 
@@ -96,7 +97,9 @@ class AdapterRegistry:
 
     @property
     def evictions(self) -> Mapping[str, int]:
-        """How often an adapter left the memory of the "device", and that of the "host", for another one."""
+        """How often an adapter left the memory of the "device", and that of the "host", for another one,
+        while a name meant it.
+        """
         return {"device": self._slots.num_evicted, "host": self._num_evicted}
 
     def check(self, config: Mapping[str, Any], tensors: Iterable[SentTensor]) -> None:
@@ -128,7 +131,7 @@ class AdapterRegistry:
         with self._lock:
             self._entry(name)
             del self._entries[name]
-            self._tell_pinned()
+            self._tell_scheduler()
 
     def pin(self, name: str, pinned: bool) -> AdapterInfo:
         """Say whether the adapter stays in memory while no output uses it. Raises UnknownAdapterError, and
@@ -139,7 +142,7 @@ class AdapterRegistry:
             if pinned:
                 self._check_pin(name)
             self._entries[name] = replace(entry, is_pinned=pinned)
-            self._tell_pinned()
+            self._tell_scheduler()
             return self._info(name)
 
     def list(self) -> tuple[AdapterInfo, ...]:
@@ -234,7 +237,7 @@ class AdapterRegistry:
             may_leave=may_leave,
             last_used_s=time.time(),
         )
-        self._tell_pinned()
+        self._tell_scheduler()
 
     def _make_room(self) -> None:
         """Forget the least recently used adapter that can be read again and that nobody uses."""
@@ -254,11 +257,13 @@ class AdapterRegistry:
         if 1 + others >= self._limits.max_adapters:
             raise TooManyAdaptersError(self._limits.max_adapters)
 
-    def _tell_pinned(self) -> None:
-        pinned = frozenset(e.weights.digest for e in self._entries.values() if e.is_pinned)
-        if pinned != self._pinned:  # telling it takes the engine's lock
-            self._pin(pinned)
-            self._pinned = pinned
+    def _tell_scheduler(self) -> None:
+        entries = self._entries.values()
+        named = frozenset(entry.weights.digest for entry in entries)
+        pinned = frozenset(entry.weights.digest for entry in entries if entry.is_pinned)
+        if (named, pinned) != self._told:  # telling it takes the engine's lock
+            self._tell(named, pinned)
+            self._told = named, pinned
 
     def _entry(self, name: str) -> _Entry:
         if self._reader is None:

@@ -235,10 +235,10 @@ class EngineCore:
             self._requests.drop_cancelled()
             self._requests.queue(seq, sink)
 
-    def pin_adapters(self, digests: frozenset[str]) -> None:
-        """Set which adapters keep their slots, by their digests."""
+    def name_adapters(self, named: frozenset[str], pinned: frozenset[str]) -> None:
+        """Set which adapters a name means, and which of them keep their slots, all by their digests."""
         with self.guard.lock, self.guard.changing():
-            self._scheduler.pin_adapters(digests)
+            self._scheduler.name_adapters(named, pinned)
 
     def cancel(self, *request_ids: str) -> None:
         """Free the slots and pages of requests that nobody reads any more, and tell nobody. Unknown ids are

@@ -1,9 +1,10 @@
 """Which adapters are on the device, and how many running sequences use each. No jax.
 
 An adapter takes a slot when the first sequence that needs it enters, and keeps it while nobody needs the slot
-for another. Then the least recently used one leaves that no running sequence uses and that is not pinned.
-Adapters are known by their content, so one that was replaced has a slot of its own until its last sequence
-has ended. Reading is safe from any thread; only the scheduler changes anything.
+for another. Then one leaves that no running sequence uses and that is not pinned: first those that no name
+means any more, and of others the least recently used. Adapters are known by their content, so one that was
+replaced has a slot of its own until its last sequence has ended. Reading is safe from any thread; only the
+scheduler changes anything.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ class AdapterSlots:
         self._users: dict[str, int] = {}
         self.pinned: frozenset[str] = frozenset()
         """The adapters that keep their slots; fewer than there are slots."""
+        self.named: frozenset[str] = frozenset()
+        """The adapters that a name means."""
         self.num_evicted = 0
-        """How often an adapter left its slot for another one."""
+        """How often an adapter left its slot for another one while a name meant it."""
 
     def has(self, digest: str) -> bool:
         """Say whether the adapter is on the device."""
@@ -48,7 +51,7 @@ class AdapterSlots:
                 slot = self._free.pop()
             else:
                 slot = self._slots.pop(leaver)
-                self.num_evicted += 1
+                self.num_evicted += leaver in self.named
         self._slots[digest] = slot
         self._users[digest] = self._users.get(digest, 0) + 1
         return slot, is_new
@@ -63,7 +66,8 @@ class AdapterSlots:
 
     def _leaver(self) -> str | None:
         """Return the adapter that leaves next; None if all are used or pinned."""
-        return next((d for d in self._slots if d not in self._users and d not in self.pinned), None)
+        idle = [d for d in self._slots if d not in self._users and d not in self.pinned]
+        return min(idle, key=lambda digest: digest in self.named, default=None)
 
     def check(self, used: Iterable[str]) -> None:
         """Check all invariants against the adapters of the running sequences, for tests."""

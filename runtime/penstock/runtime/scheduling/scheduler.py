@@ -678,9 +678,11 @@ class Scheduler:
         self.roster.forget_pictures()
         self.flush_prefix_cache()
 
-    def pin_adapters(self, digests: frozenset[str]) -> None:
-        """Set which adapters keep their slots. They are fewer than there are slots."""
-        self.roster.adapters.pinned = digests
+    def name_adapters(self, named: frozenset[str], pinned: frozenset[str]) -> None:
+        """Set which adapters a name means, and which of them keep their slots. The latter are fewer than
+        there are slots.
+        """
+        self.roster.adapters.named, self.roster.adapters.pinned = named, pinned
         self.roster.waiting.happened(ADAPTER_SLOT)
 
     def flush_prefix_cache(self) -> FlushedPages:

@@ -110,7 +110,8 @@ ADAPTER_EVICTIONS = Instrument(
     "penstock.adapter.evictions",
     Kind.COUNTER,
     "{eviction}",
-    "How often a LoRA adapter left the memory of the device, or that of the host, for another one.",
+    "How often a LoRA adapter left the memory of the device, or that of the host, for another one. One that "
+    "was unloaded or replaced before is not counted.",
     ("memory",),
 )
 LOOP_LAG = Instrument(
