@@ -100,6 +100,42 @@ def test_the_numbers_lie_where_the_computation_reads_them() -> None:
     assert (made.rank, made.scaling, made.targets) == (2, 2.0, ("q_proj",))
 
 
+def test_one_that_fills_its_place_is_kept_as_the_device_takes_it() -> None:
+    name = "model.layers.0.mlp.down_proj"
+    model = dataclasses.replace(
+        MODEL,
+        layers={name: AdaptedLayer(2, 3, (part(AdapterPlace(0, 2, (3,)), 0, [0, 1, 2]),))},
+        sizes=AdapterSizes(5, 5),
+    )
+    for rank in (2, 3):  # of 4: half of the place, and three quarters
+        a, b = np.ones((rank, 2), np.float32), np.full((3, rank), 2, np.float32)
+        tensors = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        values = AdapterReader(model, 4).read(sent({"r": rank, "lora_alpha": rank}, tensors)).values
+        whole = values.whole()
+        np.testing.assert_array_equal(whole[:8].reshape(2, 4), [[1] * rank + [0] * (4 - rank)] * 2)
+        np.testing.assert_array_equal(whole[8:].reshape(4, 3), [[2] * 3] * rank + [[0] * 3] * (4 - rank))
+        assert (values.placed is not None) == (rank == 3)
+        assert values.num_bytes == (80 if rank == 3 else 40)
+        assert values.placed is None or values.whole() is whole
+        assert whole.ctypes.data % 64 == 0  # XLA copies other arrays
+
+
+def test_b_lies_in_blocks_of_16_outputs_where_native_kernels_read_it() -> None:
+    place, name = AdapterPlace(0, 3, (16, 32), in_blocks=True), "model.layers.0.self_attn.q_proj"
+    outputs = list(range(48, 16, -1))
+    layers = {name: AdaptedLayer(3, 64, (part(place, 1, outputs),))}
+    model = dataclasses.replace(MODEL, layers=layers, sizes=AdapterSizes(place.size, place.size))
+    b = np.arange(128, dtype=np.float32).reshape(64, 2)
+    tensors = {f"{Q}.lora_A.weight": A, f"{Q}.lora_B.weight": b}
+    values = AdapterReader(model, RANK).read(sent(CONFIG, tensors)).values.whole()
+    blocks = values[place.b_at(1) * RANK :].reshape(2, RANK, 16)
+    for number, block in enumerate(blocks):
+        wanted = [2 * b[output] for output in outputs[16 * number : 16 * number + 16]]
+        np.testing.assert_array_equal(block[:2].T, wanted)
+        assert not block[2:].any()
+    np.testing.assert_array_equal(values[place.a_at(1) * RANK :][: 3 * RANK].reshape(3, RANK)[:, :2], A.T)
+
+
 @pytest.mark.parametrize(
     ("fields", "rank", "scaling"),
     [

@@ -24,11 +24,13 @@ from penstock.runtime.errors import AdapterFormatError, ConfigError
 from penstock.runtime.loading.dtypes import DTYPES
 from penstock.runtime.loading.safetensors_files import TensorEntry, header_of
 from penstock.runtime.models.adapted import AdaptedModel, ExpertLayers
+from penstock.runtime.ops.native.linear import BLOCK_OUT
 from penstock.runtime.requests.adapter import (
     AdapterBlock,
     AdapterValues,
     AdapterWeights,
     digest_of_values,
+    integers_like,
 )
 from penstock.runtime.sent_tensors import SentTensor
 
@@ -286,7 +288,7 @@ class AdapterReader:
             half = halves[name]
             factor = config.scaling_of(half.layer) if half.is_b else 1.0
             blocks += self._blocks(half, _scaled(name, tensor, factor, model.dtype))
-        values = AdapterValues(model.devices, model.size * self._rank, model.dtype, tuple(blocks))
+        values = AdapterValues(model.devices, model.size * self._rank, model.dtype, tuple(blocks)).to_keep()
         return AdapterWeights(
             values=values,
             digest=digest_of_values(values.whole()),
@@ -369,7 +371,8 @@ class AdapterReader:
                     yield from self._blocks_of_layer(name, half.is_b, own)
 
     def _blocks_of_layer(self, layer: str, is_b: bool, matrix: NDArray[np.generic]) -> Iterator[AdapterBlock]:
-        rank = self._rank
+        rank, dtype = self._rank, matrix.dtype
+        matrix = matrix.view(integers_like(dtype))
         for each in self._model.layers[layer].parts:
             place, part = each.place, each.part
             for piece in each.pieces:
@@ -377,8 +380,12 @@ class AdapterReader:
                     own, begin, width = matrix[piece.outputs], place.b_at(part), place.parts[part]
                 else:
                     own, begin, width = matrix[:, piece.inputs], place.a_at(part), rank
-                kept = np.array(own.T, order="C")  # a copy: the tensor may be the caller's
-                yield AdapterBlock(piece.device, begin * rank, width, kept)
+                if is_b and place.in_blocks:
+                    blocks = own.reshape(-1, BLOCK_OUT, own.shape[1]).transpose(0, 2, 1)
+                    kept, width = np.array(blocks, order="C").reshape(len(blocks), -1), rank * BLOCK_OUT
+                else:
+                    kept = np.array(own.T, order="C")  # a copy: the tensor may be the caller's
+                yield AdapterBlock(piece.device, begin * rank, width, kept.view(dtype))
 
 
 def _scaled(

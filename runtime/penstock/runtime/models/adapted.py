@@ -39,9 +39,11 @@ def place_adapters(layers: Iterable[nnx.Module]) -> AdapterSizes:
     """Give the linear layers of a decoder their places in the pool of adapters."""
     size, of_experts = 0, list[StackedLinear]()
 
-    def take(in_size: int, parts: Iterable[int], num_experts: int = 1) -> AdapterPlace:
+    def take(
+        in_size: int, parts: Iterable[int], num_experts: int = 1, *, in_blocks: bool = False
+    ) -> AdapterPlace:
         nonlocal size
-        place = AdapterPlace(size, in_size, tuple(parts), num_experts)
+        place = AdapterPlace(size, in_size, tuple(parts), num_experts, in_blocks)
         size += place.size
         return place
 
@@ -51,11 +53,13 @@ def place_adapters(layers: Iterable[nnx.Module]) -> AdapterSizes:
                 stacked = (module.gate_up_proj, module.down_proj)
                 if module.is_shared:  # it is small, as other layers are
                     for each in stacked:
-                        each.adapter_at = take(each.in_size, dict(each.parts).values())
+                        sizes = dict(each.parts).values()
+                        each.adapter_at = take(each.in_size, sizes, in_blocks=each.form.packed)
                 elif not module.config.weigh_input:  # PEFT's releases disagree on the inputs of Llama 4's
                     of_experts += stacked
             if isinstance(module, Linear) and not isinstance(module, Embedding):
-                module.adapter_at = take(module.in_size, dict(module.parts).values())
+                sizes = dict(module.parts).values()
+                module.adapter_at = take(module.in_size, sizes, in_blocks=module.packed)
             elif isinstance(module, LatentAttention):
                 config = module.config
                 outputs = config.num_heads * (config.nope_dim + config.value_dim)
@@ -63,7 +67,8 @@ def place_adapters(layers: Iterable[nnx.Module]) -> AdapterSizes:
                 module.key_up.adapter_at = module.value_up.adapter_at = place
     without_experts = size
     for each in of_experts:
-        each.adapter_at = take(each.in_size, dict(each.parts).values(), each.num_experts)
+        sizes = dict(each.parts).values()
+        each.adapter_at = take(each.in_size, sizes, each.num_experts, in_blocks=each.form.packed)
     return AdapterSizes(without_experts, size)
 
 

@@ -40,11 +40,10 @@ from penstock.runtime.models.load_rules import (
 )
 from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
-from penstock.runtime.ops.adapters import AdapterPlace, added, delta
+from penstock.runtime.ops.adapters import AdapterPlace, LinearAdapters, added, delta
 from penstock.runtime.ops.cache_spec import TPU_LANES
 from penstock.runtime.ops.codes import OUTPUTS, CodeForm, matmul_codes, rows_of
 from penstock.runtime.ops.experts import ExpertsOp, experts
-from penstock.runtime.ops.native import adapters as native_adapters
 from penstock.runtime.ops.native import float32 as native_float32
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
@@ -403,8 +402,8 @@ def project(
         return project_float32(linear, x, num_rows, pools, norm=norm).astype(x.dtype)
     x, norm = _read(linear, x, norm, num_rows, pools)
     if linear.packed:
-        options, more = _norm_options(norm, pools), _more(linear, x, num_rows, pools, norm)
-        return native.linear(x, (linear.operands(pools),), num_rows=num_rows, more=more, **options)
+        options, adapters = _norm_options(norm, pools), _adapters(linear, pools)
+        return native.linear(x, (linear.operands(pools),), num_rows=num_rows, adapters=adapters, **options)
     return linear.product(x if norm is None else norm(x, pools), pools).astype(x.dtype)
 
 
@@ -414,9 +413,14 @@ def project_float32(
     """Compute linear(norm(x)), not rounded to x's dtype: x [T, in] -> float32 [T, out]."""
     x, norm = _read(linear, x, norm, num_rows, pools)
     if linear.packed:
-        weights, options = (linear.operands(pools),), _norm_options(norm, pools)
-        more = _more(linear, x, num_rows, pools, norm)
-        y = native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, more=more, **options)
+        y = native.linear(
+            x,
+            (linear.operands(pools),),
+            num_rows=num_rows,
+            out_dtype=np.float32,
+            adapters=_adapters(linear, pools),
+            **_norm_options(norm, pools),
+        )
     elif linear.form.float32:
         y = linear.multiplied(x if norm is None else norm(x, pools), num_rows, pools)
     else:
@@ -448,8 +452,14 @@ def add_projected(
         y = project_float32(linear, x, num_rows, pools) * np.float32(multiplier)
         y = (residual.astype(jnp.float32) + y).astype(residual.dtype)
     elif linear.packed:
-        weights, more = (linear.operands(pools),), _more(linear, x, num_rows, pools, None)
-        y = native.linear(x, weights, num_rows=num_rows, residual=residual, scale=multiplier, more=more)
+        y = native.linear(
+            x,
+            (linear.operands(pools),),
+            num_rows=num_rows,
+            residual=residual,
+            scale=multiplier,
+            adapters=_adapters(linear, pools),
+        )
     else:
         y = residual + (linear.product(x, pools) * np.float32(multiplier)).astype(x.dtype)
     return y if norm is None else norm(y, pools)
@@ -502,9 +512,14 @@ def project_gated(
     """
     x, norm = _read(gate_up, x, norm, num_rows, pools)
     if gate_up.packed:
-        weight, options = gate_up.operands(pools), _norm_options(norm, pools)
-        more = _more(gate_up, x, num_rows, pools, norm)
-        return native.linear(x, (weight,), num_rows=num_rows, gate=activation, more=more, **options)
+        return native.linear(
+            x,
+            (gate_up.operands(pools),),
+            num_rows=num_rows,
+            gate=activation,
+            adapters=_adapters(gate_up, pools),
+            **_norm_options(norm, pools),
+        )
     both = _as_rounded(project(gate_up, x, num_rows, pools, norm=norm))
     return gated(activation, both.astype(jnp.float32)).astype(x.dtype)
 
@@ -532,9 +547,15 @@ def project_gate(
     """
     x, norm = _read(gate, x, norm, num_rows, pools)
     if gate.packed:
-        weights, options = (gate.operands(pools),), _norm_options(norm, pools)
-        more = _more(gate, x, num_rows, pools, norm)
-        return native.linear(x, weights, num_rows=num_rows, gate=activation, up=up, more=more, **options)
+        return native.linear(
+            x,
+            (gate.operands(pools),),
+            num_rows=num_rows,
+            gate=activation,
+            up=up,
+            adapters=_adapters(gate, pools),
+            **_norm_options(norm, pools),
+        )
     opened = project(gate, x, num_rows, pools, norm=norm)
     return gated(activation, jnp.concatenate([opened, up], axis=1).astype(jnp.float32)).astype(x.dtype)
 
@@ -606,16 +627,10 @@ def normalised(x: jax.Array, norm: Norm, num_rows: jax.Array, pools: Pools, *, n
     )
 
 
-def _more(
-    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, norm: RMSNorm | None
-) -> native.More | None:
-    """Return what the tokens' adapters add to linear(norm(x)); None where there can be no adapter."""
+def _adapters(linear: Linear, pools: Pools) -> LinearAdapters | None:
+    """Return the adapters of a layer; None where there can be none."""
     rows, at = pools.adapters, linear.adapter_at
-    if rows is None or at is None:
-        return None
-    if norm is not None:
-        x = normalize(x, num_rows=num_rows, **_norm_options(norm, pools))
-    return native.More(native_adapters.delta(x, rows, at, num_rows=num_rows), rows.slots)
+    return None if rows is None or at is None else LinearAdapters(rows, at)
 
 
 def _norm_options(norm: RMSNorm | None, pools: Pools) -> native.NormOptions:

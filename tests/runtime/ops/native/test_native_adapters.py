@@ -4,7 +4,7 @@ machine and on emulated ones. A row's bits must depend on the row and its adapte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,20 +13,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.adapters import AdapterPlace, AdapterRows
-from penstock.runtime.ops.adapters import delta as xla_delta
+from penstock.runtime.ops.adapters import AdapterPlace, AdapterRows, LinearAdapters
 from penstock.runtime.ops.native import library
-from penstock.runtime.ops.native.adapters import delta
-from penstock.runtime.ops.native.linear import More, Packed, linear, pack, quantize
+from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
 from tests.support.native.codes import code_leaf
 from tests.support.native.kernels import kernel_params, running
 
 BF16 = ml_dtypes.bfloat16
-PLACE = AdapterPlace(3, 64, (48, 16, 560))
-"""It does not begin where the pool does; its parts are whole and broken lines, and more than a unit of work.
+PLACE = AdapterPlace(3, 64, (48, 16, 560), in_blocks=True)
+"""It does not begin where the pool does; its parts have even and odd numbers of blocks."""
+SLOTS = np.array([2, 0, 1, 2, *[3] * 11, 2, 2, 0, 1, 2, 3], np.int32)
+"""Neighbours of one slot, more than are computed together, and rows without an adapter. The last is padding.
 """
-SLOTS = np.array([2, 0, 1, 2, 2, 3, 2, 2, 0, 1, 2, 3], np.int32)
-"""More rows of one slot than are computed together, and rows without an adapter. The last is padding."""
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
@@ -41,64 +39,70 @@ def draw(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(BF16)
 
 
-def rows_of(rank: int, slots: np.ndarray) -> AdapterRows:
-    pool = draw(rank, 4, (PLACE.begin + PLACE.size) * rank)
-    return AdapterRows(jnp.asarray(pool), jnp.asarray(slots), rank)
+def adapters_of(rank: int, slots: np.ndarray, place: AdapterPlace = PLACE) -> LinearAdapters:
+    pool = draw(rank, 4, (place.begin + place.size) * rank)
+    return LinearAdapters(AdapterRows(jnp.asarray(pool), jnp.asarray(slots), rank), place)
 
 
-def expected(x: np.ndarray, rows: AdapterRows) -> np.ndarray:
-    """Numpy's sums, from the layout that `ops.adapters` describes."""
+def added(x: np.ndarray, adapters: LinearAdapters) -> np.ndarray:
+    """What adapters add: numpy's sums, from the layout that `ops.adapters` describes."""
+    rows, place = adapters
     pool = np.asarray(rows.pool).astype(np.float64)
-    out = np.zeros((len(x), sum(PLACE.parts)))
-    for row, slot in enumerate(np.asarray(rows.slots)):
-        at, column = PLACE.begin * rows.rank, 0
+    out = np.zeros((len(x), sum(place.parts)))
+    for row, slot in enumerate(np.asarray(rows.slots)[: len(x)]):
+        at, column = place.begin * rows.rank, 0
         smalls = []
-        for _ in PLACE.parts:
-            a = pool[slot, at : at + PLACE.in_size * rows.rank].reshape(PLACE.in_size, rows.rank)
+        for _ in place.parts:
+            a = pool[slot, at : at + place.in_size * rows.rank].reshape(place.in_size, rows.rank)
             smalls.append(x[row].astype(np.float64) @ a)
             at += a.size
-        for small, size in zip(smalls, PLACE.parts, strict=True):
-            b = pool[slot, at : at + rows.rank * size].reshape(rows.rank, size)
-            out[row, column : column + size] = small @ b
+        for small, size in zip(smalls, place.parts, strict=True):
+            b = pool[slot, at : at + rows.rank * size].reshape(size // 16, rows.rank, 16)
+            out[row, column : column + size] = small @ b.transpose(1, 0, 2).reshape(rows.rank, size)
             at, column = at + b.size, column + size
-    return out
+    return np.where(np.asarray(rows.slots)[: len(x), None] > 0, out, 0)
 
 
-def run(x: np.ndarray, rows: AdapterRows, num_rows: int) -> np.ndarray:
-    made = jax.jit(lambda x, n: delta(x, rows, PLACE, num_rows=n))(jnp.asarray(x), jnp.int32(num_rows))
-    return np.asarray(made)
+WEIGHT = Packed(jnp.asarray(pack(draw(3, sum(PLACE.parts), PLACE.in_size))))
+
+
+def run(x: np.ndarray, adapters: LinearAdapters | None, num_rows: int) -> np.ndarray:
+    def made(x: jax.Array, n: jax.Array) -> jax.Array:
+        return linear(x, (WEIGHT,), num_rows=n, adapters=adapters, out_dtype=np.float32)
+
+    return np.asarray(jax.jit(made)(jnp.asarray(x), jnp.int32(num_rows)))
 
 
 @pytest.mark.parametrize("rank", [16, 64])
 def test_products_are_those_of_numpy(rank: int) -> None:
-    x, rows = draw(1, len(SLOTS), PLACE.in_size), rows_of(rank, SLOTS)
-    wanted, got = expected(x, rows), run(x, rows, len(SLOTS) - 1)
-    has = np.flatnonzero(SLOTS[:-1])
-    assert np.abs(got[has] - wanted[has]).max() <= 1e-5 * wanted.std()
-    by_xla = np.asarray(xla_delta(jnp.asarray(x), rows, PLACE))
-    assert np.abs(by_xla[has] - wanted[has]).max() <= 1e-5 * wanted.std()
+    x, adapters, real = draw(1, len(SLOTS), PLACE.in_size), adapters_of(rank, SLOTS), len(SLOTS) - 1
+    of_layer = x.astype(np.float64) @ draw(3, sum(PLACE.parts), PLACE.in_size).astype(np.float64).T
+    wanted, got = (of_layer + added(x, adapters))[:real], run(x, adapters, real)[:real]
+    assert np.abs(got - wanted).max() <= 1e-5 * wanted.std()
+    without = SLOTS[:real] == 0
+    np.testing.assert_array_equal(got[without], run(x, None, real)[:real][without])
 
 
 def test_a_row_has_the_same_bits_in_any_company_and_in_any_slot() -> None:
-    x, rows = draw(1, len(SLOTS), PLACE.in_size), rows_of(16, SLOTS)
-    together = run(x, rows, len(SLOTS))
-    moved = np.asarray(rows.pool)[[0, 3, 1, 2]]
+    x, adapters = draw(1, len(SLOTS), PLACE.in_size), adapters_of(16, SLOTS)
+    together = run(x, adapters, len(SLOTS))
+    moved = jnp.asarray(np.asarray(adapters.rows.pool)[[0, 3, 1, 2]])
     for row in np.flatnonzero(SLOTS):
         slot = np.array([SLOTS[row] % 3 + 1], np.int32)
-        alone = run(x[row : row + 1], AdapterRows(jnp.asarray(moved), jnp.asarray(slot), 16), 1)
-        np.testing.assert_array_equal(alone[0], together[row])
+        alone = LinearAdapters(AdapterRows(moved, jnp.asarray(slot), 16), PLACE)
+        np.testing.assert_array_equal(run(x[row : row + 1], alone, 1)[0], together[row])
 
 
 def test_many_rows_have_the_bits_of_few() -> None:
-    """With many groups of rows a thread computes a group to its end."""
+    """With many groups of rows a thread makes all products of a group with A."""
     slots = np.arange(600, dtype=np.int32) % 4
-    x, rows = draw(2, len(slots), PLACE.in_size), rows_of(16, slots)
-    together, has = run(x, rows, len(slots)), np.flatnonzero(slots)
-    wanted = expected(x, rows)
-    assert np.abs(together[has] - wanted[has]).max() <= 1e-5 * wanted.std()
-    few = run(x[:12], rows_of(16, slots[:12]), 12)
-    has = np.flatnonzero(slots[:12])
-    np.testing.assert_array_equal(few[has], together[has])
+    x, adapters = draw(2, len(slots), PLACE.in_size), adapters_of(16, slots)
+    together, plain = run(x, adapters, len(slots)), run(x, None, len(slots))
+    wanted = plain + added(x, adapters)
+    assert np.abs(together - wanted).max() <= 1e-5 * wanted.std()
+    few = run(x[:12], adapters_of(16, slots[:12]), 12)
+    np.testing.assert_array_equal(few, together[:12])
+    np.testing.assert_array_equal(together[slots == 0], plain[slots == 0])
 
 
 KINDS = ("bf16", "int8", "int4")
@@ -114,14 +118,28 @@ def packed(kind: str) -> Packed:
     return Packed(jnp.asarray(pack(weight)))
 
 
-EPILOGUES: dict[str, dict[str, Any]] = {
-    "plain": {"out_dtype": np.float32},
-    "residual": {"residual": draw(6, 40, 64), "scale": 0.5},
-    "gated": {"gate": "silu"},
-    "up": {"gate": "sigmoid", "up": draw(7, 40, 64)},
+NORM, EPS = draw(4, 64), 1e-5
+RESIDUAL, UP = draw(6, 40, 64), draw(7, 40, 64)
+OTHERS = {"residual": jnp.asarray(RESIDUAL), "up": jnp.asarray(UP), "norm": jnp.asarray(NORM)}
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+EPILOGUES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], np.ndarray]]] = {
+    "norm": ({"norm": OTHERS["norm"], "eps": EPS}, lambda sums: sums),
+    "residual": (
+        {"residual": OTHERS["residual"], "scale": 0.5},
+        lambda sums: RESIDUAL[: len(sums)].astype(np.float64) + 0.5 * sums,
+    ),
+    "gated": ({"gate": "silu"}, lambda sums: sums[:, :32] * sigmoid(sums[:, :32]) * sums[:, 32:]),
+    "up": (
+        {"gate": "sigmoid", "up": OTHERS["up"]},
+        lambda sums: sigmoid(sums) * UP[: len(sums)].astype(np.float64),
+    ),
 }
-
-
+"""Options of a layer, and what it makes of the sums."""
 CASES = [
     (kind, epilogue, (3, 40)[(i + j) % 2])
     for i, kind in enumerate(KINDS)
@@ -132,24 +150,38 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "epilogue", "num_rows"), CASES)
 def test_what_is_added_joins_the_product_of_its_row_alone(kind: str, epilogue: str, num_rows: int) -> None:
-    """It is as if the layer had a bias of its own for the row, and every other row is as if it had none."""
-    x, options, weight = jnp.asarray(draw(8, 40, 64)), EPILOGUES[epilogue], packed(kind)
+    x, weight, (options, made_of) = draw(8, 40, 64), packed(kind), EPILOGUES[epilogue]
     slots = (np.arange(40) % 3 == 1).astype(np.int32)
-    values = np.where(slots[:, None] > 0, draw(9, 1, 64).astype(np.float32), np.nan)
-    plain = linear(x, (weight,), num_rows=jnp.int32(num_rows), **options)
-    biased = weight._replace(bias=jnp.asarray(draw(9, 1, 64)[0]))
-    with_bias = linear(x, (biased,), num_rows=jnp.int32(num_rows), **options)
-    more = More(jnp.asarray(values, jnp.float32), jnp.asarray(slots))
-    got = linear(x, (weight,), num_rows=jnp.int32(num_rows), more=more, **options)
-    wanted = np.where(slots[:, None] > 0, np.asarray(with_bias), np.asarray(plain))[:num_rows]
-    np.testing.assert_array_equal(np.asarray(got)[:num_rows].view(np.uint8), wanted.view(np.uint8))
+    parts = (32, 32) if epilogue == "gated" else (16, 48)
+    adapters = adapters_of(16, slots, AdapterPlace(1, 64, parts, in_blocks=True))
+    given = {"num_rows": jnp.int32(num_rows)}
+    plain = np.asarray(linear(jnp.asarray(x), (weight,), **given, **options))[:num_rows]
+    got = np.asarray(linear(jnp.asarray(x), (weight,), **given, **options, adapters=adapters))[:num_rows]
+    read = x.astype(np.float64)
+    norms = {name: value for name, value in options.items() if name in ("norm", "eps")}
+    if norms:
+        read = read / np.sqrt((read**2).mean(axis=1, keepdims=True) + EPS) * NORM.astype(np.float64)
+    sums = np.asarray(linear(jnp.asarray(x), (weight,), **given, **norms, out_dtype=np.float32))
+    wanted = made_of(sums[:num_rows] + added(read[:num_rows].astype(BF16), adapters))
+    has = slots[:num_rows] > 0
+    np.testing.assert_array_equal(got[~has].view(np.uint16), plain[~has].view(np.uint16))
+    errors = np.abs(got.astype(np.float64) - wanted) / (np.abs(wanted) + 0.01 * wanted.std())
+    assert errors.max() <= 2**-7
 
 
 def test_sizes_that_the_kernel_cannot_have_are_refused() -> None:
-    x = jnp.asarray(draw(1, 1, 64))
-    rows = AdapterRows(jnp.zeros((2, 8 * 100), jnp.bfloat16), jnp.ones((1,), jnp.int32), 8)
+    x, weight = jnp.asarray(draw(1, 1, 64)), Packed(jnp.asarray(pack(draw(3, 16, 64))))
+
+    def product(rank: int, units: int, place: AdapterPlace) -> jax.Array:
+        rows = AdapterRows(jnp.zeros((2, rank * units), jnp.bfloat16), jnp.ones((1,), jnp.int32), rank)
+        return linear(x, (weight,), num_rows=jnp.int32(1), adapters=LinearAdapters(rows, place))
+
+    place = AdapterPlace(0, 64, (16,), in_blocks=True)
+    jax.block_until_ready(product(16, 80, place))
     with pytest.raises(ValueError, match="multiples of 16"):
-        delta(x, rows, AdapterPlace(0, 64, (16,)), num_rows=jnp.int32(1))
-    rows = AdapterRows(jnp.zeros((2, 16 * 40), jnp.bfloat16), jnp.ones((1,), jnp.int32), 16)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="fit each other"):
-        jax.block_until_ready(delta(x, rows, AdapterPlace(0, 64, (16,)), num_rows=jnp.int32(1)))
+        product(8, 80, place)
+    with pytest.raises(ValueError, match="in blocks"):
+        product(16, 80, AdapterPlace(0, 64, (16,)))
+    for units, parts in ((79, (16,)), (200, (32,)), (200, (16, 16))):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit the layer"):
+            jax.block_until_ready(product(16, units, AdapterPlace(0, 64, parts, in_blocks=True)))

@@ -147,14 +147,17 @@ def low_rank(rows: AdapterRows, place: AdapterPlace, row: int, expert: int, give
     smalls = [given @ each for each in a.reshape(len(place.parts), inputs, rows.rank)]
     each_b = np.split(b, np.cumsum(place.parts)[:-1] * rows.rank)
     return np.concatenate(
-        [small @ each.reshape(rows.rank, -1) for small, each in zip(smalls, each_b, strict=True)]
+        [
+            (small @ each.reshape(-1, rows.rank, 16)).ravel()
+            for small, each in zip(smalls, each_b, strict=True)
+        ]
     )
 
 
 def adapters_of(slots: np.ndarray) -> ExpertAdapters:
     """Random adapters of all experts in slots 1 and 2, and zeros in slot 0."""
-    gate_up = AdapterPlace(5, HIDDEN, (INNER, INNER), EXPERTS)
-    down = AdapterPlace(5 + gate_up.size, INNER, (HIDDEN,), EXPERTS)
+    gate_up = AdapterPlace(5, HIDDEN, (INNER, INNER), EXPERTS, in_blocks=True)
+    down = AdapterPlace(5 + gate_up.size, INNER, (HIDDEN,), EXPERTS, in_blocks=True)
     pool = draw(np.random.default_rng(30), 3, 16 * (down.begin + down.size + 2), scale=0.1)
     pool[0] = 0
     return ExpertAdapters(AdapterRows(jnp.asarray(pool), jnp.asarray(slots), 16), gate_up, down)

@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-const AdapterKernel& AdaptersAvx2() { abort(); }
+void TimesAAvx2(const AdaptedGroup&, int64_t, int64_t, int64_t, int64_t, float*) { abort(); }
 const LinearKernel& LinearAvx2() { abort(); }
 const LinearKernel& LinearAvx512Bf16() { abort(); }
 const AttentionKernel& AttentionAvx2() { abort(); }

@@ -32,7 +32,6 @@ TARGETS = (
     "penstock_conv",
     "penstock_recurrence",
     "penstock_zeros",
-    "penstock_adapt",
 )
 """Handler symbols of the library; each is an FFI target of the same name on the CPU platform."""
 _NO_LIMIT = 2**63 - 1

@@ -24,6 +24,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from penstock.runtime.ops.adapters import LinearAdapters
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import ACTIVATIONS, Activation
 
@@ -50,15 +51,6 @@ class Packed(NamedTuple):
     bias: Array | None = None  # bfloat16 [any]
     scale_at: int = 0
     bias_at: int = 0
-
-
-class More(NamedTuple):
-    """What is added to the products of some rows, before anything else is done with them."""
-
-    values: Array
-    """float32 [T, outputs of all weights]."""
-    slots: Array
-    """int32 [T]: nothing is added to a row where this is 0, and its values are not read."""
 
 
 class NormOptions(TypedDict, total=False):
@@ -153,7 +145,7 @@ def linear(
     gate: Activation | None = None,
     limit: float = 7.0,
     up: Array | None = None,
-    more: More | None = None,
+    adapters: LinearAdapters | None = None,
     scale: float = 1.0,
     softcap: float = 0.0,
     out_dtype: np.dtype[np.generic] | type[np.generic] = ml_dtypes.bfloat16,
@@ -171,14 +163,16 @@ def linear(
     Without `gate`, products (with their biases) are multiplied by `scale`; a `softcap` other than 0 makes y
     softcap * tanh(y / softcap); and residual, bfloat16 in the result's shape, is added.
 
-    more: what is added to the products, with their biases, of some rows; the others have the very same bits
-    as without it.
+    adapters: what is added to the products of rows that have one, before anything else is done with them; the
+    others have the very same bits as without it. Their place has the outputs of all weights, and is
+    `in_blocks`.
 
     num_rows int32 []: rows from this one on are padding, which costs nothing, and whose results are
     undefined.
 
     Raises ValueError for options that do not go together: a gate with a residual, a scale, a softcap or
-    (without `up`) results in float32, or `up` without a gate.
+    (without `up`) results in float32, or `up` without a gate; and for adapters whose rank, inputs or outputs
+    are no multiples of 16.
     """
     if gate is None and up is not None:
         raise ValueError("up: it belongs to a gate, and there is none")
@@ -201,8 +195,13 @@ def linear(
             no_scale if weight.scale is None else weight.scale,
             none if weight.bias is None else weight.bias,
         ]
-    if more is not None:
-        operands += more
+    adapter: list[int] = []
+    if adapters is not None:
+        rows, place = adapters
+        if not place.in_blocks or any(size % BLOCK_OUT for size in (rows.rank, place.in_size, *place.parts)):
+            raise ValueError("adapters: rank, inputs and outputs must be multiples of 16, and B in blocks")
+        operands += [rows.slots, rows.pool]
+        adapter = [rows.rank, place.begin * rows.rank, *place.parts]
     widths = [weight.tiles.shape[0] * BLOCK_OUT for weight in weights]
     width = sum(widths) // 2 if gate is not None and up is None else sum(widths)
     places = [norm_at, *(place for weight in weights for place in (weight.scale_at, weight.bias_at))]
@@ -217,6 +216,7 @@ def linear(
         scale=np.float32(scale),
         softcap=np.float32(softcap),
         at=np.array(places, np.int64),
+        adapter=np.array(adapter, np.int64),
     )
     return out
 

@@ -1,46 +1,72 @@
-// What LoRA adapters add to the products of a linear layer: y = (x A) B for each row, with matrices of the row's
-// adapter.
+// What LoRA adapters add to the products of a linear layer: (x A) B for each row, with matrices of the row's adapter.
+// The products with A are made here, before those of the layer. A kernel of the layer adds the products with B to its
+// sums while they are in the cache (linear/linear_adapted.h).
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace penstock {
 
-// Rows with the same matrices that share what is read of them. Their sums fill the registers.
+struct LinearInput;
+
+// Rows with the same matrices that share what is read of A. Their sums fill the registers.
 constexpr int64_t kRowsTogether = 8;
 
 // From one row of x as float32 to the next. Without the line between them, rows of a power of two inputs would have
 // their values in the same few places of the first-level cache.
 constexpr int64_t WideStride(int64_t k) { return k + 16; }
 
-// A row that has an adapter.
-struct AdaptedRow {
-  const uint16_t* x;         // bf16 [k]
-  float* y;                  // float32 [outputs of all parts]
-  const uint16_t* matrices;  // of the layer
-  float factor;              // by which x is multiplied, and rounded to bf16, before the products
+// The sizes of a layer. Its matrices lie one behind the other: A of each part, bf16 [k, rank], and then B of each part,
+// bf16 [outputs / 16, rank, 16], so that the products with 16 outputs read neighbours.
+struct AdapterSizes {
+  int64_t k, rank;
+  std::vector<int64_t> parts;  // numbers of outputs, which lie side by side in y
+
+  int64_t Outputs() const;
+  int64_t NumValues() const;  // of all matrices
+  int64_t NumSmall() const { return static_cast<int64_t>(parts.size()) * rank; }
+  bool AreMultiples() const;
 };
 
-// Some rows with the same matrices.
-struct AdaptedRows {
+// A row of a product.
+struct AdaptedRow {
+  const uint16_t* matrices;  // of the layer; null: the row has no adapter
+  float* small;              // float32 [NumSmall]: x A, where x is rounded to bf16
+  const LinearInput* input;
+  int64_t number;  // of the row in the input
+};
+
+// Some rows with the same matrices and the same input.
+struct AdaptedGroup {
   const AdaptedRow* rows;
   int64_t count;  // 1 to kRowsTogether
-  float* small;   // float32 [count, num_parts * rank]: x A
-  int64_t of_row;
 };
 
-// All sums have one order, whatever `count` is: small has two sums, of the inputs with even and with odd numbers, which
-// are added last; y is a sum over the rank.
-struct AdapterKernel {
-  // small of the parts [first, last). `wide` has room for kRowsTogether * WideStride(k) floats.
-  void (*down)(const AdaptedRows&, int64_t k, int64_t rank, int64_t first, int64_t last, float* wide);
-  // The outputs [first, last) of a part with `outputs` outputs, which lie in y from `column` on. first and last are
-  // multiples of 16. `b` is the part's matrix B.
-  void (*up)(const AdaptedRows&, int64_t rank, int64_t part, const uint16_t* b, int64_t outputs, int64_t column,
-             int64_t first, int64_t last);
-};
+// Makes small of the parts [first, last). `wide` has room for kRowsTogether * WideStride(k) floats. All sums have one
+// order, whatever `count` is: there are two, of the inputs with even and with odd numbers, which are added last.
+using TimesA = void(const AdaptedGroup&, int64_t k, int64_t rank, int64_t first, int64_t last, float* wide);
 
-const AdapterKernel& AdaptersAvx2();
-const AdapterKernel& AdaptersAvx512();
+TimesA TimesAAvx2;
+TimesA TimesAAvx512;
+
+// The products with A of any mix of rows, divided into units of work.
+class ProductsWithA {
+ public:
+  // Takes the rows that have an adapter. `sizes` must outlive it.
+  ProductsWithA(const AdapterSizes& sizes, const std::vector<AdaptedRow>& rows, int64_t num_threads);
+  ProductsWithA(const ProductsWithA&) = delete;  // groups_ points into rows_
+
+  int64_t num_units() const { return static_cast<int64_t>(groups_.size()) * units_of_group_; }
+  // Throws std::bad_alloc.
+  void RunUnit(int64_t unit) const;
+
+ private:
+  const AdapterSizes& sizes_;
+  TimesA* times_a_;
+  std::vector<AdaptedRow> rows_;  // sorted by their matrices
+  std::vector<AdaptedGroup> groups_;
+  int64_t units_of_group_;
+};
 
 }  // namespace penstock

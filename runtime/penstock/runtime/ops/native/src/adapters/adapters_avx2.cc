@@ -2,9 +2,8 @@
 
 namespace penstock {
 
-const AdapterKernel& AdaptersAvx2() {
-  static const AdapterKernel kernel{Down, Up};
-  return kernel;
+void TimesAAvx2(const AdaptedGroup& group, int64_t k, int64_t rank, int64_t first, int64_t last, float* wide) {
+  MultiplyByA(group, k, rank, first, last, wide);
 }
 
 }  // namespace penstock

@@ -6,7 +6,7 @@
 // products do not depend on the rows beside it (see linear.h), and its sum is in the order of its choices.
 #include <algorithm>
 
-#include "adapters/adapt.h"
+#include "adapters/adapters.h"
 #include "common/buffers.h"
 #include "common/carver.h"
 #include "common/common.h"
@@ -46,24 +46,48 @@ struct ExpertsJob {
   const uint16_t* down_matrices;     // likewise
 };
 
-// Computes what adapters add to one of the two layers, for all choices: y is [choices, outputs]. Choice c reads the row
-// rows[c] of x, or without rows the row c, times its factor. slots are those of the choices. There is a kernel, because
-// there is one for the layers.
-void AdaptChoices(ffi::ThreadPool& pool, const ExpertsJob& job, const Choices& choices, const AdapterSizes& sizes,
-                  const uint16_t* matrices, const uint16_t* x, const int32_t* rows, const float* factors,
-                  const int32_t* slots, float* y) {
-  const int64_t of_expert = sizes.NumValues(), outputs = sizes.Outputs();
-  std::vector<AdaptedRow> adapted;
-  for (const Choices::Expert& expert : choices.experts) {
+// What adapters add to one of the two layers, for the choices of a pass. `matrices` are those of slot 0.
+class AdaptedChoices {
+ public:
+  AdaptedChoices(const ExpertsJob& job, const Choices& choices, const AdapterSizes& sizes, const uint16_t* matrices,
+                 float* small)
+      : job_(job), choices_(choices), sizes_(sizes), matrices_(matrices), small_(small) {
+    inputs_.reserve(choices.experts.size());  // rows_ points to them
+    rows_.resize(sizes.rank > 0 ? choices.rows.size() : 0);
+  }
+
+  // Notes the adapters of an expert's choices, whose rows are those of `input`.
+  void Add(const Choices::Expert& expert, const LinearInput& input, LinearJob* product) {
+    if (rows_.empty()) {
+      return;
+    }
+    inputs_.push_back(input);
     for (int64_t c = expert.begin; c < expert.begin + expert.count; ++c) {
-      if (slots[c] > 0 && slots[c] < job.num_slots) {
-        adapted.push_back({x + (rows ? rows[c] : c) * sizes.k, y + c * outputs,
-                           matrices + slots[c] * job.of_slot + expert.number * of_expert, factors ? factors[c] : 1.0f});
+      const int64_t slot = job_.slots[choices_.rows[c]];
+      if (slot > 0 && slot < job_.num_slots) {
+        rows_[c] = {matrices_ + slot * job_.of_slot + expert.number * sizes_.NumValues(),
+                    small_ + c * sizes_.NumSmall(), &inputs_.back(), c - expert.begin};
       }
     }
+    product->adapted = rows_.data() + expert.begin;
+    product->adapter_sizes = &sizes_;
   }
-  Adapt(pool, sizes, adapted);
-}
+
+  // Makes the products with A, when the inputs are there.
+  void Multiply(ffi::ThreadPool& pool) const {
+    const ProductsWithA products(sizes_, rows_, NumThreads(pool));
+    ParallelFor(pool, products.num_units(), [&](int64_t unit) { products.RunUnit(unit); });
+  }
+
+ private:
+  const ExpertsJob& job_;
+  const Choices& choices_;
+  const AdapterSizes& sizes_;
+  const uint16_t* matrices_;
+  float* small_;
+  std::vector<LinearInput> inputs_;
+  std::vector<AdaptedRow> rows_;
+};
 
 // y of `row` = the sum of its choices' results, each times its weight. A row's first choice is places[0].
 void SumRow(const ExpertsJob& job, const Choices& choices, const int64_t* places, const float* results, uint16_t* y) {
@@ -84,21 +108,18 @@ void SumRow(const ExpertsJob& job, const Choices& choices, const int64_t* places
 void Pass(const ExpertsJob& job, ffi::ThreadPool& pool, int64_t first, int64_t last) {
   const Choices choices = SortChoices(job.ids, job.weights, first, last, job.per_row, job.gate_up.number);
   const int64_t count = (last - first) * job.per_row, inner = job.down.k, outputs = job.down.Outputs();
-  const bool adapts = job.gate_up_sizes.rank > 0;
   uint16_t* gated = nullptr;
-  float *results = nullptr, *more_up = nullptr, *more_down = nullptr;
+  float *results = nullptr, *small_up = nullptr, *small_down = nullptr;
   const auto carve = [&](Carver carver) {
     gated = carver.Take<uint16_t>(count * inner);
     results = carver.Take<float>(count * outputs);
-    more_up = adapts ? carver.Take<float>(count * 2 * inner) : nullptr;
-    more_down = adapts ? carver.Take<float>(count * outputs) : nullptr;
+    small_up = carver.Take<float>(count * job.gate_up_sizes.NumSmall());
+    small_down = carver.Take<float>(count * job.down_sizes.NumSmall());
     return carver.used();
   };
   carve(Carver(Scratch<struct ExpertResults>(carve(Carver(nullptr)))));
-  std::vector<int32_t> slots(adapts ? choices.rows.size() : 0);
-  for (size_t c = 0; c < slots.size(); ++c) {
-    slots[c] = job.slots[choices.rows[c]];
-  }
+  AdaptedChoices adapted_up(job, choices, job.gate_up_sizes, job.gate_up_matrices, small_up);
+  AdaptedChoices adapted_down(job, choices, job.down_sizes, job.down_matrices, small_down);
 
   Products first_products(*CurrentLinearKernel(job.gate_up.format));
   Products second_products(*CurrentLinearKernel(job.down.format));
@@ -120,11 +141,7 @@ void Pass(const ExpertsJob& job, ffi::ThreadPool& pool, int64_t first, int64_t l
     chosen.stride = up.k;
     chosen.rows = choices.rows.data() + expert.begin;
     chosen.factors = job.weigh_input ? choices.weights.data() + expert.begin : nullptr;
-    if (adapts) {
-      up.more = more_up + expert.begin * 2 * inner;
-      up.more_stride = 2 * inner;
-      up.slots = slots.data() + expert.begin;
-    }
+    adapted_up.Add(expert, chosen, &up);
     first_products.Add(up, chosen);
 
     LinearJob down{};
@@ -138,22 +155,12 @@ void Pass(const ExpertsJob& job, ffi::ThreadPool& pool, int64_t first, int64_t l
     LinearInput from_up{};
     from_up.x = up.y_bf16;
     from_up.stride = inner;
-    if (adapts) {
-      down.more = more_down + expert.begin * outputs;
-      down.more_stride = outputs;
-      down.slots = slots.data() + expert.begin;
-    }
+    adapted_down.Add(expert, from_up, &down);
     second_products.Add(down, from_up);
   }
-  if (adapts) {
-    AdaptChoices(pool, job, choices, job.gate_up_sizes, job.gate_up_matrices, job.x, choices.rows.data(),
-                 job.weigh_input ? choices.weights.data() : nullptr, slots.data(), more_up);
-  }
+  adapted_up.Multiply(pool);
   first_products.Run(pool);
-  if (adapts) {
-    AdaptChoices(pool, job, choices, job.down_sizes, job.down_matrices, gated, nullptr, nullptr, slots.data(),
-                 more_down);
-  }
+  adapted_down.Multiply(pool);
   second_products.Run(pool);
 
   const int64_t rows_at_once = std::max<int64_t>(1, kFewResults / (job.per_row * outputs));
@@ -220,7 +227,7 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<f
   const int64_t choice_bytes = std::max(up_kernel->x_bytes(1, job.gate_up.k, job.gate_up.format),
                                         down_kernel->x_bytes(1, job.down.k, job.down.format)) +
                                job.down.k * 2 + job.down.Outputs() * 4 +
-                               (rank > 0 ? inner * 8 + job.down.Outputs() * 4 : 0);
+                               (job.gate_up_sizes.NumSmall() + job.down_sizes.NumSmall()) * 4;
   const int64_t rows_in_pass = std::max<int64_t>(1, kPassBytes / (choice_bytes * job.per_row));
   const int64_t passes = rows > 0 ? CeilDiv(rows, rows_in_pass) : 0;
   for (int64_t pass = 0; pass < passes; ++pass) {  // of equal sizes

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "common/buffers.h"
 #include "common/common.h"
@@ -38,15 +40,48 @@ void Halve(LinearJob* job) {
   job->num_weights = 2;
 }
 
+// Gives each of the job's rows that has an adapter its matrices, and room for its products with A. Returns no rows if
+// none has one; null if the operands do not fit together.
+std::optional<std::vector<AdaptedRow>> FindAdapters(const LinearJob& job, const LinearInput& input,
+                                                    const AdapterSizes& sizes, int64_t at, int64_t most,
+                                                    ffi::RemainingArgs rest) {
+  auto slots = rest.get<ffi::Buffer<ffi::S32>>(rest.size() - 2);
+  auto pool = rest.get<ffi::Buffer<ffi::BF16>>(rest.size() - 1);
+  if (!slots || !pool || static_cast<int64_t>(slots->element_count()) != most || pool->dimensions().size() != 2) {
+    return std::nullopt;
+  }
+  int64_t outputs = 0;
+  for (int64_t w = 0; w < job.num_weights; ++w) {
+    outputs += job.weights[w].num_blocks * kBlockOut;
+  }
+  const int64_t num_slots = pool->dimensions()[0], of_slot = pool->dimensions()[1];
+  if (!sizes.AreMultiples() || sizes.Outputs() != outputs || at < 0 || at + sizes.NumValues() > of_slot) {
+    return std::nullopt;
+  }
+  const uint16_t* matrices = reinterpret_cast<const uint16_t*>(pool->untyped_data()) + at;
+  float* small = reinterpret_cast<float*>(Scratch<struct AdapterSmall>(job.m * sizes.NumSmall() * 4));
+  std::vector<AdaptedRow> rows;
+  for (int64_t row = 0; row < job.m; ++row) {
+    const int64_t slot = slots->typed_data()[row];
+    if (slot > 0 && slot < num_slots) {
+      rows.resize(job.m);
+      rows[row] = {matrices + slot * of_slot, small + row * sizes.NumSmall(), &input, row};
+    }
+  }
+  return rows;
+}
+
 // x bf16 [T, K]; num_rows int32 []: rows from this one on are padding, and are not written in y; norm bf16 [any] or
 // [0]; residual and up bf16 like y or [0]; then weight, scale and bias for each weight, the latter two [0] if absent;
-// and last, if there is anything to add to the products, that, float32 [T, outputs], and slots int32 [T].
-// Norm, scales and biases are parts of arrays that may hold many: `at` says where the norm begins, then where the scale
-// and the bias of each weight do.
+// and last, if rows may have adapters, the slot of each row, int32 [T], and the pool, bf16 [slots, any]. Rows of slot 0
+// have none. Norm, scales and biases are parts of arrays that may hold many: `at` says where the norm begins, then
+// where the scale and the bias of each weight do. `adapter` says the rank, where in a slot the layer's matrices begin,
+// and the outputs of each part; see adapters.h.
 ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
                   ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::Buffer<ffi::BF16> up,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int32_t activation, float limit, float eps,
-                  float offset, float scale, float softcap, ffi::Span<const int64_t> at) {
+                  float offset, float scale, float softcap, ffi::Span<const int64_t> at,
+                  ffi::Span<const int64_t> adapter) {
   LinearJob job{};
   const int64_t most = x.dimensions()[0];
   job.m = std::min<int64_t>(num_rows.typed_data()[0], most);
@@ -60,18 +95,8 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   job.softcap = softcap;
   job.up = From<uint16_t>(up, 0);
   job.num_weights = static_cast<int64_t>(rest.size()) / 3;
-  if (rest.size() % 3 == 2) {
-    auto more = rest.get<ffi::Buffer<ffi::F32>>(rest.size() - 2);
-    auto slots = rest.get<ffi::Buffer<ffi::S32>>(rest.size() - 1);
-    if (!more || !slots || more->dimensions().size() != 2 || more->dimensions()[0] != most ||
-        static_cast<int64_t>(slots->element_count()) != most) {
-      return ffi::Error::InvalidArgument("what is added has a row and a slot for each row of x");
-    }
-    job.more = more->typed_data();
-    job.slots = slots->typed_data();
-    job.more_stride = more->dimensions()[1];
-  } else if (rest.size() % 3 != 0) {
-    return ffi::Error::InvalidArgument("each weight has three operands");
+  if (rest.size() % 3 == 1 || (rest.size() % 3 == 2) != (adapter.size() > 2)) {
+    return ffi::Error::InvalidArgument("each weight has three operands, and adapters have two");
   }
   if (job.num_weights < 1 || job.num_weights > kMaxWeights) {
     return ffi::Error::InvalidArgument("1 to 3 weights");
@@ -134,8 +159,24 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
     float* row = reinterpret_cast<float*>(Scratch<struct LinearRow>(job.k * 4));
     kernel->put_rows(input, block, job, scratch, x_scale, row);
   };
+  AdapterSizes sizes{};
+  std::vector<AdaptedRow> adapted;
+  if (adapter.size() > 2) {
+    sizes = {job.k, adapter[0], {adapter.begin() + 2, adapter.end()}};
+    std::optional<std::vector<AdaptedRow>> found = FindAdapters(job, input, sizes, adapter[1], most, rest);
+    if (!found) {
+      return ffi::Error::InvalidArgument("adapters that do not fit the layer, or whose sizes are no multiples of 16");
+    }
+    adapted = std::move(*found);
+  }
   const int64_t row_blocks = CeilDiv(job.m, kRowBlock);
-  if (row_blocks == 1) {
+  if (!adapted.empty()) {
+    const ProductsWithA products(sizes, adapted, NumThreads(pool));
+    ParallelFor(pool, row_blocks + products.num_units(),
+                [&](int64_t i) { i < row_blocks ? prepare(i) : products.RunUnit(i - row_blocks); });
+    job.adapted = adapted.data();
+    job.adapter_sizes = &sizes;
+  } else if (row_blocks == 1) {
     prepare(0);
   } else {
     ParallelFor(pool, row_blocks, prepare);
@@ -167,6 +208,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_linear
                              .Attr<float>("scale")
                              .Attr<float>("softcap")
                              .Attr<ffi::Span<const int64_t>>("at")
+                             .Attr<ffi::Span<const int64_t>>("adapter")
                              .To(Guarded<&Linear>::Call)
                              .release();
   return handler->Call(frame);

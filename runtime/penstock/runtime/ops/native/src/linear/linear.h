@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "adapters/adapters.h"
 #include "common/activations.h"
 
 namespace penstock {
@@ -83,14 +84,11 @@ struct LinearJob {
   const uint16_t* up = nullptr;  // bf16 [m, ldy], or null
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: no tanh
-  // What is added to the products, with their biases, of the rows whose slot is not 0: float32 [m, more_stride], where
-  // the outputs of all weights lie side by side. Null: nothing.
-  const float* more = nullptr;
-  const int32_t* slots = nullptr;  // [m], with more
-  int64_t more_stride = 0;
+  // [m]: the adapters of the rows, whose products are added to those of the layer before anything else is done with
+  // them, and which have their products with A. Null: no row has one. The parts are the outputs of all weights.
+  const AdaptedRow* adapted = nullptr;
+  const AdapterSizes* adapter_sizes = nullptr;
 
-  // What is added to a row; null: nothing.
-  const float* MoreOf(int64_t row) const { return more && slots[row] ? more + row * more_stride : nullptr; }
   // Whether two products make one output.
   bool gated() const { return activation != Activation::kNone && !up; }
   int64_t BlockBytes() const { return BytesOfBlock(format, k); }

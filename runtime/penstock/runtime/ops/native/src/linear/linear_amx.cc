@@ -159,6 +159,7 @@ void FewRows(const LinearJob& job, const UnitBlocks& unit_blocks) {
   // Two blocks at a time (gate and up, or neighbours), so that y is written in whole cache lines.
   for (int64_t b = unit_blocks.block; b < last; b += job.gated() ? 1 : 2) {
     const bool two = job.gated() || b + 1 < last;
+    FetchForBlocks(job, unit_blocks.weight, b, two ? 2 : 1, 0, job.m);
     for (int64_t part = 0; part < (two ? 2 : 1); ++part) {
       const int64_t weight = job.gated() ? part : unit_blocks.weight, block = job.gated() ? b : b + part;
       const char* tiles = job.weights[weight].tiles + block * job.BlockBytes();
@@ -263,6 +264,7 @@ void ManyRows(const LinearJob& job, const UnitBlocks& unit, int64_t from, int64_
   const OutPair pair = FindPair(job, unit);
   const char* tiles0 = pair.TilesOf(job, 0);
   const char* tiles1 = pair.TilesOf(job, 1);
+  FetchForBlocks(job, pair.weight[0], pair.block[0], pair.has_second ? 2 : 1, from, until);
   Tiles out_blocks[2] = {{tiles0, kTileBytes}, {tiles1, kTileBytes}};
   if (IsSmallFloats(job.format)) {  // both blocks become bf16 in the second-level cache
     const int64_t bytes = BytesOfBlock(Format::kBf16, job.k);

@@ -1,6 +1,8 @@
 // Parts of the linear kernels that are compiled once per instruction set. In an unnamed namespace, like lanes.h.
 #pragma once
 
+#include <cstring>
+
 #include "common/activate.h"
 #include "common/common.h"
 #include "common/int8.h"
@@ -8,6 +10,7 @@
 #include "common/rms.h"
 #include "common/vec.h"
 #include "linear/linear.h"
+#include "linear/linear_adapted.h"
 
 namespace penstock {
 namespace {
@@ -60,6 +63,20 @@ inline Lanes BiasOf(const PackedWeight& weight, int64_t block) {
   return weight.bias ? LoadBf16(weight.bias + block * kBlockOut) : Fill(0.0f);
 }
 
+// Begins to fetch what adapters add to `count` neighbours of a weight, or to a block of each of two; see FetchAdapters.
+inline void FetchForBlocks(const LinearJob& job, int64_t weight, int64_t block, int64_t count, int64_t first,
+                           int64_t last) {
+  if (!job.adapted) {
+    return;
+  }
+  if (job.gated()) {
+    FetchAdapters(job, ColumnOf(job, 0, block), 1, first, last);
+    FetchAdapters(job, ColumnOf(job, 1, block), 1, first, last);
+  } else {
+    FetchAdapters(job, ColumnOf(job, weight, block), count, first, last);
+  }
+}
+
 // What a product with its bias becomes before the residual is added, for the operations that do more than multiply;
 // `at` is its place in y. It is not inlined, because most operations have no use for it.
 __attribute__((noinline)) inline Lanes Adjusted(const LinearJob& job, Lanes value, int64_t at) {
@@ -74,21 +91,23 @@ __attribute__((noinline)) inline Lanes Adjusted(const LinearJob& job, Lanes valu
 }
 
 // Writes results of `rows` rows, from `row` on, to y: `sums` [rows, 16] are the products with `block`, and `more`,
-// unless it is null, those with the next block.
-inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, const float* sums,
-                   const float* more) {
+// unless it is null, those with the next block. Adapters are added to both in place.
+inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, float* sums,
+                   float* more) {
   const int64_t column = ColumnOf(job, weight, block);
+  if (job.adapted) {
+    AddAdapters(job, column, row, rows, sums);
+    if (more) {
+      AddAdapters(job, column + kBlockOut, row, rows, more);
+    }
+  }
   const Lanes bias[2] = {BiasOf(job.weights[weight], block), BiasOf(job.weights[weight], more ? block + 1 : block)};
   const bool adjusted = job.up || job.scale != 1.0f || job.softcap != 0.0f;
   for (int64_t r = 0; r < rows; ++r) {
-    const float* row_more = job.MoreOf(row + r);
     // The two blocks of a row are written one after the other, because they are halves of a cache line.
     for (int64_t half = 0; half < (more ? 2 : 1); ++half) {
       const int64_t at = (row + r) * job.ldy + column + half * kBlockOut;
       Lanes value = Add(Load((half ? more : sums) + r * kBlockOut), bias[half]);
-      if (row_more) {
-        value = Add(value, Load(row_more + column + half * kBlockOut));
-      }
       if (adjusted) {
         value = Adjusted(job, value, at);
       }
@@ -104,17 +123,16 @@ inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t 
   }
 }
 
-// Writes y = act(gate) * up for `rows` rows, from `row` on, and one block.
-inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t rows, const float* gates,
-                       const float* ups) {
+// Writes y = act(gate) * up for `rows` rows, from `row` on, and one block. Adapters are added to both in place.
+inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t rows, float* gates, float* ups) {
+  if (job.adapted) {
+    AddAdapters(job, ColumnOf(job, 0, block), row, rows, gates);
+    AddAdapters(job, ColumnOf(job, 1, block), row, rows, ups);
+  }
   const Lanes gate_bias = BiasOf(job.weights[0], block), up_bias = BiasOf(job.weights[1], block);
   uint16_t* out = job.y_bf16 + row * job.ldy + block * kBlockOut;
   for (int64_t r = 0; r < rows; ++r, out += job.ldy) {
-    Lanes gate = Add(Load(gates + r * kBlockOut), gate_bias), up = Add(Load(ups + r * kBlockOut), up_bias);
-    if (const float* row_more = job.MoreOf(row + r)) {
-      gate = Add(gate, Load(row_more + block * kBlockOut));
-      up = Add(up, Load(row_more + ColumnOf(job, 1, block)));
-    }
+    const Lanes gate = Add(Load(gates + r * kBlockOut), gate_bias), up = Add(Load(ups + r * kBlockOut), up_bias);
     StoreBf16(out, Activate(job.activation, job.limit, gate, up));
   }
 }

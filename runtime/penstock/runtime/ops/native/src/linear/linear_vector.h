@@ -340,6 +340,7 @@ struct VectorLinear {
     for (int64_t b = unit_blocks.block; b < end;) {
       // Two blocks make one output, or are multiplied together.
       const int64_t count = job.gated() || (together && b + 1 < end) ? 2 : 1;
+      FetchForBlocks(job, unit_blocks.weight, b, count, first, last);
       int64_t weight[2], block[2];
       const char* tiles[2];
       for (int64_t i = 0; i < count; ++i) {
