@@ -30,7 +30,7 @@ from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.device_state import DeviceState, holds_for_attention, peak_temp_bytes
 from penstock.runtime.execution.images import encode_buckets
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
-from penstock.runtime.execution.pipeline import NUM_TURNS, PipelineRunner
+from penstock.runtime.execution.pipeline import PipelineRunner
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.following.interface import DispatchLog
@@ -171,7 +171,12 @@ def build(
             _scheduler_config(model, config, shapes, kv),
             _proposer(config, model.cache, reads_earlier=options.speculation != "auto"),
         ),
-        pacer=Pacer(config.decode_window_s, config.max_decode_steps, config.target_itl_s or 0.0),
+        pacer=Pacer(
+            config.decode_window_s,
+            config.max_decode_steps,
+            config.target_itl_s or 0.0,
+            num_turns=max(1, len(model.stages)),
+        ),
         config=config,
         info=ModelInfo(
             name=model.name,
@@ -526,7 +531,7 @@ def _scheduler_config(
         vocab_size=model.vocab_size,
         drafted_tokens=_drafted_tokens(config),
         max_adapters=config.max_adapters,
-        num_turns=NUM_TURNS if model.stages else 1,
+        num_turns=max(1, len(model.stages)),
     )
 
 

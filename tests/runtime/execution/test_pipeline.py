@@ -22,7 +22,7 @@ def slots(*numbers: int) -> np.ndarray:
 
 def test_a_step_reads_the_tokens_after_the_latest_choice_for_its_rows() -> None:
     """Padding rows have a slot behind the last one."""
-    tokens = LastTokens(3, SingleDeviceSharding(jax.devices()[0]))
+    tokens = LastTokens(3, SingleDeviceSharding(jax.devices()[0]), num_turns=2)
     assert tokens.give(slots(0, 1, 2)).tolist() == [0, 0, 0]
     tokens.take(slots(0, 2, 3), jnp.array([7, 0, 9], jnp.int32))
     tokens.take(slots(1), jnp.array([7, 8, 9], jnp.int32))
@@ -47,10 +47,12 @@ def test_weights_stay_where_they_are_if_those_of_a_stage_cannot_be_moved() -> No
     assert (restore_last.call_count, first.restore_weights.call_count) == (1, 1)
 
 
-def test_old_choices_are_forgotten() -> None:
-    tokens = LastTokens(2, SingleDeviceSharding(jax.devices()[0]))
+@pytest.mark.parametrize("num_turns", [2, 3])
+def test_old_choices_are_forgotten(num_turns: int) -> None:
+    """There are as many steps between two of a slot as there are turns."""
+    tokens = LastTokens(2, SingleDeviceSharding(jax.devices()[0]), num_turns=num_turns)
     tokens.take(slots(1), jnp.array([0, 4], jnp.int32))
     for token in range(9):
         tokens.take(slots(0), jnp.array([token, 4], jnp.int32))
-    assert tokens.give(slots(1)).tolist() == [6, 4]
+    assert tokens.give(slots(1)).tolist() == [8 - num_turns, 4]
     assert tokens.give(slots(0)).tolist() == [8, 4]

@@ -217,6 +217,36 @@ def test_a_step_is_dispatched_before_the_one_before_is_read():
     ]
 
 
+@pytest.mark.parametrize("num_turns", [2, 3, 4])
+@pytest.mark.parametrize("constrained", [False, True])
+def test_as_many_steps_are_in_flight_as_there_are_turns(num_turns, constrained):
+    """Rows under a constraint have two steps in flight, because the choice of a token waits for the one
+    before. In the end there are fewer requests than turns.
+    """
+    with core(num_turns=num_turns, num_pages=60) as (engine, runner):
+        sink = Collector()
+        asked = [
+            Request(
+                f"r{i}",
+                (7, i),
+                GREEDY,
+                StoppingParams(max_tokens=10 * (1 + i % 4), ignore_eos=True),
+                constraint=Rota(99) if constrained else None,
+            )
+            for i in range(9)
+        ]
+        for request in asked:
+            engine.submit(request, sink)
+        for request in asked:
+            sink.last(request.request_id)
+            assert sink.tokens(request.request_id) == run_alone(request, MAX_LEN)[0]
+    depth, depths = 0, []
+    for what, _ in runner.log:
+        depth += {"dispatch": 1, "wait": -1}.get(what, 0)
+        depths.append(depth)
+    assert max(depths) == (2 if constrained else num_turns)
+
+
 def test_without_overlap_each_step_is_read_before_the_next():
     with core(overlap=False) as (engine, runner):
         sink = Collector()

@@ -47,11 +47,13 @@ def test_the_median_of_the_last_measurements_counts() -> None:
     assert made.max_steps(NEVER, 0) == 8
 
 
-def prefilling(*steps: tuple[int, float], decode_ms: float = 50, target_s: float = 0.2) -> int | None:
+def prefilling(
+    *steps: tuple[int, float], decode_ms: float = 50, target_s: float = 0.2, num_turns: int = 1
+) -> int | None:
     """Return the budget after steps with these numbers of prompt tokens and durations in ms. Steps aim at 190
     ms.
     """
-    made = Pacer(0.02, 8, target_s)
+    made = Pacer(0.02, 8, target_s, num_turns=num_turns)
     made.decoded(1, int(decode_ms * MS))
     for num_tokens, ms in steps:
         made.prefilled(num_tokens, int(ms * MS))
@@ -79,6 +81,12 @@ def test_without_a_target_prompts_have_no_budget_of_their_own() -> None:
 )
 def test_the_budget_is_what_would_have_met_the_target(num_tokens: int, ms: float, budget: int) -> None:
     assert prefilling((num_tokens, ms)) == budget
+
+
+@pytest.mark.parametrize("num_turns", [2, 3])
+def test_a_row_whose_token_comes_in_one_of_several_steps_waits_for_all_of_them(num_turns: int) -> None:
+    """So each of them aims at 190 ms, where the target is so many times 200 ms."""
+    assert prefilling((300, 350), target_s=0.2 * num_turns, num_turns=num_turns) == 140
 
 
 def test_a_single_odd_step_changes_nothing() -> None:

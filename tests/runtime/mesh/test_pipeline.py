@@ -1,6 +1,6 @@
-"""The engine's and the server's own tests, with goldens whose layers are cut into two stages: schedules in
-chunks, preempted, and with a shared prefix, log-probabilities, hidden states, a cache of int8, grammars,
-pauses and weight updates are as on one device.
+"""The engine's and the server's own tests, with goldens whose layers are cut into two stages, or three:
+schedules in chunks, preempted, and with a shared prefix, log-probabilities, hidden states, a cache of int8,
+grammars, pauses and weight updates are as on one device.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ short convolutions; one window for all layers; gated delta nets."""
 
 
 @pytest.mark.parametrize(
-    ("tests", "devices"),
+    ("tests", "stages", "devices"),
     [
         pytest.param(
             (f"{GOLDENS}::test_every_schedule_gives_pytorchs_tokens[xla-qwen3]",),
+            2,
             1,
             marks=pytest.mark.ci,
             id="qwen3",
         ),
         *(
-            pytest.param(tests, devices, marks=pytest.mark.sweep, id=name)
+            pytest.param(tests, 3 if name == "three" else 2, devices, marks=pytest.mark.sweep, id=name)
             for name, tests, devices in (
                 ("kinds", (GOLDENS, "-k", f"xla and ({KINDS})"), 1),
+                ("three", (GOLDENS, "-k", "xla and gpt_oss"), 1),
                 ("native", (GOLDENS, "-k", "native-lfm2 or native-olmo2"), 1),
                 ("2x2", (GOLDENS, "-k", "xla and (deepseek_v3 or lfm2 or gpt_oss)"), 2),
                 (
@@ -51,9 +53,9 @@ short convolutions; one window for all layers; gated delta nets."""
         ),
     ],
 )
-def test_what_holds_on_one_device_holds_in_two_stages(tests: tuple[str, ...], devices: int) -> None:
+def test_what_holds_on_one_device_holds_in_stages(tests: tuple[str, ...], stages: int, devices: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "", *tests]
-    environment = os.environ | {"PENSTOCK_TEST_STAGES": "2", "PENSTOCK_TEST_DEVICES": str(devices)}
+    environment = os.environ | {"PENSTOCK_TEST_STAGES": str(stages), "PENSTOCK_TEST_DEVICES": str(devices)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False
     )

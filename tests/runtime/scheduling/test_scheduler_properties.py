@@ -188,6 +188,15 @@ def draw_calls(traffic: Traffic, rng: random.Random) -> Iterator[Event]:
             yield draw_arrivals(rng, 1)
 
 
+def draw_ahead(traffic: Traffic, rng: random.Random) -> int:
+    """Draw how many steps are in flight when the next one is dispatched."""
+    return rng.randint(0, most_in_flight(traffic) - 1)
+
+
+def most_in_flight(traffic: Traffic) -> int:
+    return max(2, traffic.config.num_turns)
+
+
 def draw_event(traffic: Traffic, rng: random.Random) -> Event:
     kind = rng.choices(
         [
@@ -208,7 +217,7 @@ def draw_event(traffic: Traffic, rng: random.Random) -> Event:
     if kind == "arrive":
         return draw_arrivals(rng, rng.randint(1, 4))
     if kind == "run":
-        return Event(kind, num=rng.randint(1, 8), ahead=rng.randint(0, 1), limits=draw_limits(rng))
+        return Event(kind, num=rng.randint(1, 8), ahead=draw_ahead(traffic, rng), limits=draw_limits(rng))
     if kind == "dispatch":
         return Event(kind, admit=rng.random() < 0.7, limits=draw_limits(rng))
     if kind == "commit":
@@ -220,7 +229,7 @@ def draw_event(traffic: Traffic, rng: random.Random) -> Event:
     if kind == "update":
         return Event(kind, recompute=rng.random() < 0.6)
     if kind == "drain":
-        return Event(kind, ahead=rng.randint(0, 1))
+        return Event(kind, ahead=draw_ahead(traffic, rng))
     return Event(kind)
 
 
@@ -231,7 +240,7 @@ def apply(event: Event, traffic: Traffic) -> None:
             traffic.arrive(request)
     elif event.kind == "run":
         traffic.run(event.num, event.ahead, *event.limits)
-    elif event.kind == "dispatch" and len(traffic.in_flight) < 2:
+    elif event.kind == "dispatch" and len(traffic.in_flight) < most_in_flight(traffic):
         traffic.dispatch(event.admit, *event.limits)
     elif event.kind == "commit" and traffic.in_flight:
         traffic.commit(meanwhile=lambda: apply_all(event.meanwhile, traffic))
@@ -319,7 +328,7 @@ class InTurns(Traffic):
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 60), num_turns=st.integers(2, 3))
+@given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 60), num_turns=st.integers(2, 4))
 @example(seed=183023, num_events=11, num_turns=2)  # a prompt of the other turn does not make more room
 def test_random_traffic_in_turns(seed, num_events, num_turns):
     """As `test_random_traffic`, where steps take turns in their rows, and have no windows."""
@@ -332,7 +341,7 @@ def test_random_traffic_in_turns(seed, num_events, num_turns):
         note(str(event))
         apply(event, traffic)
         traffic.accounts_agree()
-    traffic.end(rng.randint(0, 1), 1, rng.choice([None, rng.randint(1, 4)]), 0)
+    traffic.end(draw_ahead(traffic, rng), 1, rng.choice([None, rng.randint(1, 4)]), 0)
 
 
 def without_windows(event: Event) -> Event:

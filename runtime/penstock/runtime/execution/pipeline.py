@@ -8,8 +8,8 @@ chooses them.
 A row's next input is the token that the last stage has sampled, so that goes back to the first one. It would
 make each step wait for the end of the step before. So the first stage reads the tokens as they were after
 the latest step that has sampled one for a row of the step at hand (`LastTokens`). The scheduler lets steps
-take turns in their rows (`SchedulerConfig.num_turns`); then a step begins while the step before is in the
-next stage.
+take turns in their rows, as many as there are stages (`SchedulerConfig.num_turns`); then a step begins while
+the steps before it are in the next stages.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.stages import Stage
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import zeros
-
-NUM_TURNS = 2
-"""Steps take turns in their rows, and there are so many turns, because so many steps are in flight."""
 
 
 class PipelineState(DeviceState):
@@ -175,12 +172,13 @@ class LastTokens:
     stage.
     """
 
-    def __init__(self, num_slots: int, sharding: jax.sharding.Sharding) -> None:
+    def __init__(self, num_slots: int, sharding: jax.sharding.Sharding, *, num_turns: int) -> None:
+        """`num_turns`: see `SchedulerConfig`; so many choices later a slot has its next token."""
         self._sharding, self._num_slots = sharding, num_slots
         self._newest = np.zeros(num_slots, np.int64)
         """For each slot the number of the choice that has made its last token."""
         (tokens,) = zeros((num_slots,), np.dtype(np.int32), sharding)
-        self._after: deque[tuple[int, jax.Array]] = deque([(0, tokens)], maxlen=NUM_TURNS + 1)
+        self._after: deque[tuple[int, jax.Array]] = deque([(0, tokens)], maxlen=num_turns + 1)
         """The number of each of the latest choices, and the tokens after it."""
 
     def take(self, slots: Ints, tokens: jax.Array) -> None:
@@ -214,7 +212,7 @@ class PipelineCalls(ProgramCalls):
         super().__init__(programs, device, config)
         self._before = list(zip(before, device.before, strict=True))
         self._next = [*(state.sharding for state in device.before[1:]), device.sharding]
-        self._tokens = LastTokens(config.max_num_seqs, device.before[0].sharding)
+        self._tokens = LastTokens(config.max_num_seqs, device.before[0].sharding, num_turns=1 + len(before))
         self._num_groups = num_groups
 
     def forward(

@@ -81,7 +81,7 @@ class EngineCore:
             Steps(
                 runner,
                 pacer or Pacer(0.0, 1),
-                most_in_flight=2 if overlap else 1,
+                most_in_flight=max(2, scheduler.config.num_turns) if overlap else 1,
                 fixed_windows=bool(scheduler.config.window_steps),
                 annotate=annotate,
             ),

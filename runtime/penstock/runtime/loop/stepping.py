@@ -62,14 +62,20 @@ class Pacer:
     The median of the last few measurements counts, so a single odd one changes nothing.
     """
 
-    def __init__(self, window_s: float, max_steps: int, target_itl_s: float = 0.0) -> None:
+    def __init__(
+        self, window_s: float, max_steps: int, target_itl_s: float = 0.0, *, num_turns: int = 1
+    ) -> None:
         """`window_s`: what a window should take at most, in seconds. `max_steps`: the most decode steps of a
-        window; 1 makes no windows. `target_itl_s`: what a step with decodes and prompt tokens should take at
-        most, in seconds; 0 sets no limit.
+        window; 1 makes no windows. `target_itl_s`: the most time between two tokens of a row where steps have
+        decodes and prompt tokens, in seconds; 0 sets no limit. `num_turns`: a row has a token in one of so
+        many steps.
         """
         self._window_ns = window_s * 1e9
         self._max_steps = max_steps
-        self._target_ns = target_itl_s * 1e9
+        self._target_ns = target_itl_s / num_turns * 1e9
+        """What a step with decodes and prompt tokens should take at most."""
+        self._most_ahead = max(2, num_turns)
+        """Steps that may be in flight when a plan is made."""
         self._decodes: deque[float] = deque(maxlen=_NUM_DECODES)
         """Times of the last decode steps, in ns."""
         self._is_plain = False
@@ -124,8 +130,8 @@ class Pacer:
         if not self._decodes:
             return
         self._unprobed = self._unprobed + 1 if self._aim_ns > self._target_ns else 0
-        # A padded step may be too large for the fewest tokens, and the two steps in flight were made before.
-        few = num_tokens <= LEAST_TOKENS or self._unprobed >= _PROBE_EVERY + 2
+        # A padded step may be too large for the fewest tokens, and the steps in flight were made before.
+        few = num_tokens <= LEAST_TOKENS or self._unprobed >= _PROBE_EVERY + self._most_ahead
         few |= self._tokens <= LEAST_TOKENS and elapsed_ns > self._aim_ns
         if few:
             self._unprobed = 0
@@ -253,8 +259,14 @@ class Steps(Generic[StepT]):
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest step must be waited for before another one is dispatched."""
-        return len(self._in_flight) >= self._most_in_flight
+        """Whether the oldest step must be waited for before another one is dispatched. More than two are in
+        flight only if the tokens of all are chosen: a third step may have a row whose next input is one that
+        is not.
+        """
+        count = len(self._in_flight)
+        return count >= self._most_in_flight or (
+            count >= 2 and any(step.step.awaits_choice for step in self._in_flight)
+        )
 
     def max_steps(self, ns_to_deadline: int) -> int:
         """Tell how many decode steps the next dispatch may hold."""

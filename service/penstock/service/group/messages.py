@@ -46,8 +46,10 @@ def call_bytes(call: Call) -> bytes:
     """
     forms = tuple((array.dtype, array.shape) for array in call.arrays)
     begin, *heads = _heads(call.kind, call.program, forms)
-    values = map(np.ascontiguousarray, call.arrays)
-    return b"".join([begin, *(part for pair in zip(heads, values, strict=True) for part in pair)])
+    parts: list[Any] = [begin]  # bytes and arrays, whose memory is joined as it is
+    for head, array in zip(heads, call.arrays, strict=True):
+        parts += (head, np.ascontiguousarray(array))
+    return b"".join(parts)
 
 
 @lru_cache(maxsize=1024)
