@@ -251,6 +251,42 @@ def test_a_model_is_cut_over_devices() -> None:
     assert "num_attention_heads are 4" in three.problem
 
 
+def test_a_stage_has_its_own_layers_and_a_row_a_token_in_every_other_step() -> None:
+    """Of three layers the first stage has two, and the table of embeddings; the last one has the head. The
+    first one holds fewer tokens, and is slower. Of three rows it has two at a time.
+    """
+    model = parse_config({**TINY, "num_hidden_layers": 3})
+    staged = dataclasses.replace(OPTIONS, pipeline_parallel_size=2)
+    found = plan(model, Machine(one(memory_bytes=10**7).chip, 2), staged)
+    pool = (3 * 4 + 1) * PADDED
+    assert found.fits
+    assert found.weight_bytes == 2 * (2 * PRODUCTS + pool + HEAD)
+    assert found.state_bytes == 0  # the last stage samples
+    assert found.temp_bytes == 5 * 128 * 4 * (2 * 2 * 2 * 4 + 16 * 4)
+    per_token = 2 * 2 * 2 * 4 * 2
+    assert found.kv_bytes_per_row == 48 * per_token
+    decode, prefill = found.decode, found.prefill
+    assert decode is not None
+    assert prefill is not None
+    read = 2 * (2 * PRODUCTS + pool + 2 * 8) + 2 * (48 + 1) * per_token
+    assert (decode.tokens, decode.bytes) == (3, 2 * read)
+    assert decode.operations == 2 * (2 * 2 * 2 * PRODUCTS + 2 * 48 * 2 * 4 * 4 * 4)
+    assert decode.least_s == pytest.approx(2 * read / 1e6)
+    assert prefill.bytes == 2 * (2 * PRODUCTS + pool + 32 * 8) + (32 + 32) * per_token
+    three = plan(model, Machine(one().chip, 3), staged)
+    assert three.problem == "pipeline_parallel_size: 3 devices cannot be dealt to 2 stages"
+
+
+def test_a_table_that_is_the_head_too_is_multiplied_in_the_last_stage_alone() -> None:
+    """The last stage has less left for its cache, because it samples; the first one is slower at prompts."""
+    model = parse_config({**TINY, "num_hidden_layers": 3, "tie_word_embeddings": True})
+    staged = dataclasses.replace(OPTIONS, pipeline_parallel_size=2)
+    machine = Machine(one(memory_bytes=10**7, flops_per_s=1e6).chip, 2)
+    prefill = plan(model, machine, staged).prefill
+    assert prefill is not None
+    assert prefill.operations == 2 * 32 * 2 * PRODUCTS + 2 * 32 * 33 // 2 * 4 * 4 * 4
+
+
 def test_a_plan_has_the_server_s_ways_to_cut_a_model() -> None:
     """Of DeepSeek's golden each of two devices keeps 48 numbers of all tokens in 3 layers, or a half."""
     model, machine = load_config(GOLDEN / "deepseek_v3"), Machine(one(memory_bytes=10**8).chip, 2)

@@ -99,6 +99,14 @@ def test_json_of_what_does_not_fit(run: Run, qwen: str) -> None:
             ["--for", "h100-2", "--expert-parallel"],
             "h100-2: expert_parallel: must be left out: Qwen3ForCausalLM has no experts here",
         ),
+        (
+            ["--for", "h100-3", "--pipeline-parallel-size", "2"],
+            "h100-3: pipeline_parallel_size: 3 devices cannot be dealt to 2 stages",
+        ),
+        (
+            ["--for", "h100-2", "--pipeline-parallel-size", "2", "--compile"],
+            "compile: must be left out with stages",
+        ),
     ],
 )
 def test_what_is_refused(run: Run, qwen: str, arguments: list[str], problem: str) -> None:

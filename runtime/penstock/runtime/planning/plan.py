@@ -15,6 +15,9 @@ All sizes and times are those of one device; a model that is cut over several ha
   row. What recurrent layers compute beside their products is not counted.
 - **A draft model** adds its weights, and its keys and values of all positions; and to a step what it reads
   and multiplies for these tokens. Its guesses are not counted.
+- **Stages** (`pipeline_parallel_size`) differ: sizes are those of the one that holds the fewest tokens, and
+  steps those of the slowest. Rows are dealt over as many steps as there are stages, and a decode step stands
+  for all of these, because so a row has one token.
 - **The least time** is the larger of bytes by the memory's rate and operations by the rate of products. What
   devices tell each other comes on top.
 """
@@ -44,6 +47,7 @@ from penstock.runtime.models.cutting import cut, cut_for
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.params import leaf_shapes, model_dtype
+from penstock.runtime.models.stages import Stage, stages_of
 from penstock.runtime.ops.attention import LONG_SPAN, PREFILL_BLOCK_Q
 from penstock.runtime.ops.cache_spec import TPU_LANES, CacheSpec, LatentKV, PagedKV, SlotState, cache_dtype
 from penstock.runtime.ops.codes import CodeForm
@@ -122,20 +126,48 @@ def plan(
         most = draft.max_position_embeddings
         raise ConfigError(f"draft_model: it reads at most {most} tokens, and the context is {context}")
     resolved = resolve(options, accelerator_sizes(machine.chip.usable_bytes))
-    rows = resolved.max_num_seqs
+    rows, num_stages = resolved.max_num_seqs, options.pipeline_parallel_size
     try:
-        model = cut_for(model, options, machine.devices)
+        if machine.devices % num_stages:
+            raise ConfigError(
+                f"pipeline_parallel_size: {machine.devices} devices cannot be dealt to {num_stages} stages"
+            )
+        model = cut_for(model, options, machine.devices // num_stages).for_context(context)
+        stages = stages_of(model, num_stages)
         if draft is not None and options.context_parallel:
             raise ConfigError("draft_model: does not go with context_parallel")
         draft = None if draft is None else cut(draft, machine.devices)
         model.cache.laid_out(_lanes(machine)).check_dtype(options.kv_cache_dtype)
     except ConfigError as error:
         return Plan(machine=machine, fits=False, problem=str(error), context=context, rows=rows)
-    parts = _Parts(model.for_context(context), resolved, machine)
     drafting: tuple[_Parts, ...] = ()
     if draft is not None:
-        for_draft = replace(resolved, dtype=parts.dtype.name)
+        for_draft = replace(resolved, dtype=model_dtype(model, resolved.dtype).name)
         drafting = (_Parts(draft.for_context(context), for_draft, machine),)
+    plans = [
+        _plan_of(_Parts(model, resolved, machine, stage), drafting, context, temp_bytes)
+        for stage in stages or (None,)
+    ]
+    decodes, prefills = ([step for step in each if step] for each in zip(*map(_steps, plans), strict=True))
+    return replace(
+        min(plans, key=lambda each: (each.fits, each.kv_tokens)),
+        decode=max(decodes, key=_time),
+        prefill=max(prefills, key=_time),
+    )
+
+
+def _steps(of_stage: Plan) -> tuple[Step | None, Step | None]:
+    return of_stage.decode, of_stage.prefill
+
+
+def _time(step: Step) -> float:
+    return step.least_s
+
+
+def _plan_of(parts: _Parts, drafting: Sequence[_Parts], context: int, temp_bytes: int | None) -> Plan:
+    """Plan what a model, or a stage of one, takes on one device, perhaps with a draft."""
+    machine, resolved = parts.machine, parts.options
+    rows, num_turns = resolved.max_num_seqs, resolved.pipeline_parallel_size
     weights, state = parts.weight_bytes + sum(each.weight_bytes for each in drafting), parts.state_bytes
     temp = max(each.temp_bytes for each in (parts, *drafting)) if temp_bytes is None else temp_bytes
     usable = int(machine.chip.usable_bytes * resolved.hbm_utilization)
@@ -163,7 +195,12 @@ def plan(
         kv_bytes=kv_bytes,
         kv_bytes_per_row=needed,
         kv_tokens=kv_bytes * context // needed if needed else 0,
-        decode=_together([each.step(rows, context, 1) for each in (parts, *drafting)]),
+        decode=_together(
+            [
+                _in_turns(each.step(-(-rows // num_turns), context, 1), rows, num_turns)
+                for each in (parts, *drafting)
+            ]
+        ),
         prefill=_together([each.step(1, chunk, chunk) for each in (parts, *drafting)]),
     )
 
@@ -171,6 +208,17 @@ def plan(
 def _lanes(machine: Machine) -> int:
     """Return what the width of KV rows is a multiple of."""
     return TPU_LANES if machine.chip.is_tpu else 1
+
+
+def _in_turns(step: Step, rows: int, num_turns: int) -> Step:
+    """Return what so many steps take, one after the other, that have these rows together."""
+    return replace(
+        step,
+        tokens=rows,
+        bytes=step.bytes * num_turns,
+        operations=step.operations * num_turns,
+        least_s=step.least_s * num_turns,
+    )
 
 
 def _together(steps: Sequence[Step]) -> Step:
@@ -191,6 +239,8 @@ class _Parts:
     model: ModelConfig
     options: ResolvedConfig
     machine: Machine
+    stage: Stage | None = None
+    """Which of its layers are meant; None: all."""
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -203,14 +253,27 @@ class _Parts:
     @property
     def cache(self) -> CacheSpec:
         """What the model keeps, as the chip stores it."""
-        return self.model.cache.laid_out(_lanes(self.machine))
+        cache = self.model.cache if self.stage is None else self.stage.cache
+        return cache.laid_out(_lanes(self.machine))
+
+    @property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """The layers that are meant."""
+        stage = self.stage
+        return self.model.layers if stage is None else self.model.layers[stage.begin : stage.end]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens are chosen here."""
+        return self.stage is None or self.stage.is_last
 
     @property
     def leaves(self) -> dict[ParamPath, jax.ShapeDtypeStruct]:
         quantization = self.options.quantization
         codes = CodeForm(bits=4, zeros=False) if quantization == "int4" else None
         linear = LinearFormat(int8=quantization == "int8", codes=codes)
-        return dict(leaf_shapes(self.model, self.dtype, linear))
+        shapes = leaf_shapes(self.model, self.dtype, linear)
+        return {path: leaf for path, leaf in shapes.items() if self.stage is None or self.stage.has(path)}
 
     @property
     def weight_bytes(self) -> int:
@@ -219,18 +282,16 @@ class _Parts:
 
     @property
     def state_bytes(self) -> int:
-        rows = self.options.max_num_seqs
-        return (
-            rows * self.model.cache.slot_bytes
-            + self.options.feature_slots * self.model.vocab_size * STATE_BYTES
-        )
+        features = self.options.feature_slots if self.chooses else 0
+        of_rows = self.options.max_num_seqs * self.cache.slot_bytes
+        return of_rows + features * self.model.vocab_size * STATE_BYTES
 
     @property
     def temp_bytes(self) -> int:
         """See the module's docstring."""
         options, model = self.options, self.model
         tokens, rows, size = options.max_num_batched_tokens, options.most_rows, self.dtype.itemsize
-        wide = max(map(_inner_channels, model.layers))
+        wide = max(map(_inner_channels, self.layers))
         of_mlp = tokens * (2 * wide * size + model.hidden_size * (4 + size))
         shapes = (
             (rows, 1, LONG_SPAN.decode),
@@ -245,34 +306,45 @@ class _Parts:
             if self._attending
             else 0
         )
-        return max(of_mlp, of_attention, SAMPLER_COPIES * rows * model.vocab_size * 4)
+        of_sampler = SAMPLER_COPIES * rows * model.vocab_size * 4 if self.chooses else 0
+        return max(of_mlp, of_attention, of_sampler)
 
     @property
     def _attending(self) -> list[tuple[LayerConfig, PagedKV | LatentKV]]:
         """The layers that attend, with what is kept for them."""
-        kept = [self.cache.layers[entry] for entry in self.model.cache_entries]
-        pairs = zip(self.model.layers, kept, strict=True)
-        return [(layer, entry) for layer, entry in pairs if not isinstance(entry, SlotState)]
+        cache, model = self.cache, self.model
+        pairs = zip(model.layers, model.cache_entries, strict=True)
+        kept = [(layer, cache.layers[entry]) for layer, entry in pairs if cache.keeps(entry)]
+        return [(layer, entry) for layer, entry in kept if not isinstance(entry, SlotState)]
+
+    @property
+    def _paged(self) -> list[PagedKV | LatentKV]:
+        """The layers' caches that have pages."""
+        cache = self.cache
+        return [
+            layer
+            for entry, layer in enumerate(cache.layers)
+            if cache.keeps(entry) and not isinstance(layer, SlotState)
+        ]
 
     def kv_bytes(self, tokens: int) -> int:
         """Count the bytes of cache of a row of so many tokens."""
         page = self.options.page_size
         return sum(
             -(-_seen(tokens, layer.window) // page) * layer.page_bytes(page, self.kv_dtype)
-            for layer in self.cache.paged
+            for layer in self._paged
         )
 
     def whole_kv_bytes(self, tokens: int) -> int:
         """Return the same for a draft, whose layers keep all positions, whatever their windows."""
         page = self.options.page_size
-        layers = self.cache.paged
-        return -(-tokens // page) * sum(layer.page_bytes(page, self.kv_dtype) for layer in layers)
+        return -(-tokens // page) * sum(layer.page_bytes(page, self.kv_dtype) for layer in self._paged)
 
     def step(self, rows: int, end: int, count: int) -> Step:
         """Return a step of so many rows, each with its last `count` tokens before the position `end`."""
-        model, page = self.model, self.options.page_size
+        page = self.options.page_size
         num_bytes, operations = self._of_weights(rows * count, rows)
-        num_bytes += rows * model.cache.slot_bytes  # one copy is read, and the other written
+        num_bytes += rows * self.cache.slot_bytes  # one copy is read, and the other written
         for layer, kept in self._attending:
             written = count if layer.shares_kv_of is None else 0
             per_token = kept.page_bytes(page, self.kv_dtype) // page
@@ -301,7 +373,8 @@ class _Parts:
             size = _num_bytes(leaf) / model.devices
             products = 2 * math.prod(plain.get(path, leaf).shape) / model.devices
             table = _rows_of_table(model, path)
-            is_head = path[0] == "lm_head" or (path[0] == "embed_tokens" and model.tie_word_embeddings)
+            is_table = path[0] == "embed_tokens"
+            is_head = path[0] == "lm_head" or (is_table and model.tie_word_embeddings and self.chooses)
             if path[0] == "visual":
                 continue  # steps read no pictures
             if is_head:

@@ -88,6 +88,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="the cache of latent attention (DeepSeek) is dealt over the devices by pages",
     )
     parser.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages to which the devices are dealt, each with some of the layers; default: %(default)s",
+    )
+    parser.add_argument(
         "--compile",
         action="store_true",
         help="have XLA compile the largest programs for the chip of --for, which takes minutes, and report "
@@ -131,6 +138,8 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         )
     if args.compile and args.machine is None:
         raise ConfigError("compile: say for which chip, with --for")
+    if args.compile and args.pipeline_parallel_size > 1:
+        raise ConfigError("compile: must be left out with stages, whose programs are compiled where they run")
     model = read_config(resolve_model(args.model))
     if not model.generates:
         raise ConfigError(
@@ -147,6 +156,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         max_num_batched_tokens=args.max_num_batched_tokens,
         expert_parallel=args.expert_parallel,
         context_parallel=args.context_parallel,
+        pipeline_parallel_size=args.pipeline_parallel_size,
         speculation="off" if draft is None else "draft",
         draft_model=args.draft_model,
     )
