@@ -63,6 +63,7 @@ OTHERS = {
     "adapter_dir": "/",
     "speculation": "draft",
     "draft_model": "/draft",
+    "lookup_text": None,
     "max_proposed_tokens": 6,
     "compiled": Path("/programs"),
     "switch_interval_s": 0.001,

@@ -51,7 +51,7 @@ from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.models.stages import largest_groups
-from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
+from penstock.runtime.ops.cache_spec import cache_dtype
 from penstock.runtime.scheduling.drafting import Drafting
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.load import Load
@@ -114,11 +114,14 @@ def build(
             np.dtype(model.dtype),
             better,
         )
-    if options.speculation == "auto" and config.speculation == "off" and options.max_proposed_tokens:
-        log.warning(
-            "max_proposed_tokens: has no effect, because nothing is proposed: the model generates nothing, "
-            "or its bits may depend on a step's size; speculation says who is to propose all the same"
-        )
+    if options.speculation == "auto" and config.speculation == "off":
+        for name in ("max_proposed_tokens", "lookup_text"):
+            if getattr(options, name) is not None:
+                log.warning(
+                    "%s: has no effect, because nothing is proposed: the model generates nothing, or its "
+                    "bits may depend on a step's size; speculation says who is to propose all the same",
+                    name,
+                )
     check_adapters(model, config)
     check_draft(model, config)
     use_compilation_cache(config.compilation_cache)
@@ -169,7 +172,7 @@ def build(
         runner=runner,
         scheduler=Scheduler(
             _scheduler_config(model, config, shapes, kv),
-            _proposer(config, model.cache, reads_earlier=options.speculation != "auto"),
+            _proposer(config, model, reads_earlier=options.speculation != "auto"),
         ),
         pacer=Pacer(
             config.decode_window_s,
@@ -333,15 +336,16 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
         )
 
 
-def _proposer(config: ResolvedConfig, cache: CacheSpec, *, reads_earlier: bool) -> Proposer | None:
+def _proposer(config: ResolvedConfig, model: ServedModel, *, reads_earlier: bool) -> Proposer | None:
     """`reads_earlier`: whether a lookup also looks at what earlier requests have said. Whoever can see what
     is proposed learns of them, so the operator must have asked for it.
     """
+    computes_again = model.cache.has_state
     if config.speculation in ON_DEVICE:
-        return Drafting(config.speculation, computes_again=cache.has_state)
+        return Drafting(config.speculation, computes_again=computes_again)
     if config.speculation == "off":
         return None
-    return Lookup(computes_again=cache.has_state, reads_earlier=reads_earlier)
+    return Lookup(computes_again=computes_again, reads_earlier=reads_earlier, text=model.lookup_tokens)
 
 
 def _drafted_tokens(config: ResolvedConfig) -> int:

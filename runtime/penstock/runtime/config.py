@@ -26,6 +26,8 @@ DEFAULT_FEATURE_SLOTS = 64
 """These take 78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
 DEFAULT_PROPOSED_TOKENS = 4
+MOST_TEXT_TOKENS = 131_072
+"""Most tokens of `EngineConfig.lookup_text`: to look through them takes about 40 us."""
 CHECKED_ROWS = 16
 """Where tokens are proposed, there are programs of at least this many rows, so that there is room for them
 also where few requests run at a time."""
@@ -190,6 +192,9 @@ class EngineConfig:
     """The model that guesses under speculation="draft" or "auto": a checkpoint directory, a GGUF file or a
     hub id. It has the tokenizer of the model that is served, and is computed in its dtype. Each KV page has
     room for its keys and values, too. Or an EAGLE-3 head of that model."""
+    lookup_text: str | None = None
+    """A text file that a lookup reads, too, for all requests: what outputs will look like; "demo" is one that
+    comes with the demo model. It is in UTF-8 and has at most MOST_TEXT_TOKENS tokens."""
     max_proposed_tokens: int | None = None
     """Most tokens that are proposed for an output in a step; a request may lower that. None:
     DEFAULT_PROPOSED_TOKENS; without speculation it must be None."""
@@ -336,6 +341,9 @@ def _adapter_problems(config: EngineConfig) -> list[str]:
 def _draft_problems(config: EngineConfig) -> list[str]:
     if config.draft_model is not None and config.speculation not in ("auto", "draft"):
         return ['draft_model: goes with speculation="draft" or "auto"']
+    looks_up = config.speculation == "lookup" or (config.speculation == "auto" and config.draft_model is None)
+    if config.lookup_text is not None and not looks_up:
+        return ['lookup_text: goes with speculation="lookup", or with "auto" and no draft_model']
     return (
         []
         if config.draft_model or config.speculation != "draft"
@@ -350,6 +358,7 @@ def _pipeline_problems(config: EngineConfig) -> list[str]:
         "tensor_parallel_size": ("a number", config.tensor_parallel_size is not None),
         "speculation": ("auto or off", config.speculation in ("auto", "off")),
         "draft_model": ("left out", config.draft_model is None),
+        "lookup_text": ("left out", config.lookup_text is None),
         "max_adapters": ("0", config.max_adapters == 0),
         "compiled": ("left out", config.compiled is None),
     }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.runtime.requests.adapter import AdapterValues, AdapterWeights
 from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.scheduling import lookup
-from penstock.runtime.scheduling.lookup import Copy, Earlier, Lookup, Pairs, Tokens, find
+from penstock.runtime.scheduling.lookup import Copy, Earlier, Lookup, Pairs, Text, Tokens, find
 from penstock.runtime.scheduling.proposals import Candidate
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
@@ -38,6 +38,14 @@ def found_by_hand(tokens: list[int]) -> int | None:
 @given(tokens=words)
 def test_the_longest_end_is_found_where_it_occurred_last(tokens: list[int]) -> None:
     assert find(np.array(tokens, np.int32), tokens[-4:]) == found_by_hand(tokens)
+
+
+@settings(max_examples=200)
+@given(tokens=words, newest=words)
+def test_a_text_finds_what_is_found_by_looking_through_it(tokens: list[int], newest: list[int]) -> None:
+    """What stands at its end is found, too: behind it stands what is no token."""
+    text = Text(np.array(tokens, np.int32))
+    assert text.find(newest[-4:]) == find(text.tokens, newest[-4:])
 
 
 @settings(max_examples=100)
@@ -277,6 +285,24 @@ def test_nothing_of_others_is_proposed_where_that_was_not_asked_for() -> None:
     assert guesses(proposer, sequence([1, 2, 30, 1, 2]))[:1] == [30]
 
 
+def test_a_text_is_proposed_where_nothing_else_is_found() -> None:
+    """A sequence's own words come first, then those of earlier ones, then the text, which is for all. It ends
+    where it ends.
+    """
+    text = np.array([1, 2, 3, 4, 5, 6], np.int32)
+    proposer = Lookup(lambda: 0, text=text)
+    proposer.measured(1, 0, MS)
+    ended = sequence([40, 2, 3, 7, 8])
+    guesses(proposer, ended)
+    proposer.ended(ended)
+    assert guesses(proposer, sequence([50, 1, 2])) == [3, 4, 5, 6]
+    assert guesses(proposer, sequence([50, 1, 2], salt="salt", bypass=True)) == [3, 4, 5, 6]
+    assert guesses(proposer, sequence([50, 2, 3])) == [7, 8]
+    assert guesses(proposer, sequence([50, 2, 3], bypass=True)) == [4, 5, 6]
+    assert guesses(proposer, sequence([1, 2, 9, 1, 2]))[:1] == [9]
+    assert guesses(proposer, sequence([50, 5, 6])) == []
+
+
 def test_an_output_of_a_prompt_that_another_keeps_leaves_its_own_tokens_alone() -> None:
     """All of them, also those that came since it was last looked at: perhaps none at all."""
     proposer = taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0))
@@ -285,6 +311,7 @@ def test_an_output_of_a_prompt_that_another_keeps_leaves_its_own_tokens_alone() 
         guesses(proposer, fork)
         fork.token_ids += said
         proposer.ended(fork)
+        assert proposer._earlier is not None
         kept = proposer._earlier.of(sequence([1]).request)
         assert (None if kept is None else kept.tokens.tolist()) == ([*said, -1] if said else None)
 

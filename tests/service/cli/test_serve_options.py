@@ -579,3 +579,8 @@ def test_a_bound_for_proposals_is_refused_where_nothing_is_proposed() -> None:
         assert resolve(config, CPU_SIZES).max_proposed_tokens == resolved
         assert resolve(config, CPU_SIZES).most_rows == 2 * (1 + resolved)
     assert resolve(EngineConfig(speculation="off", max_num_seqs=2), CPU_SIZES).most_rows == 2
+
+
+def test_a_text_for_lookups_goes_with_auto() -> None:
+    config = serve_flags.engine_config(parse("demo", "--speculation", "auto", "--lookup-text", "demo"))
+    assert (config.speculation, config.lookup_text) == ("auto", "demo")

@@ -25,6 +25,7 @@ _OWN = frozenset(
     {
         "adapter_dir",  # the leader alone reads adapters
         "compilation_cache",
+        "lookup_text",  # the leader alone proposes
         "draft_model",  # as the model: a digest of its files is compared
         "metrics",
         "native_folder",

@@ -10,6 +10,8 @@ from penstock.runtime.loading.gguf.file import is_gguf
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
+DEMO_TEXT = DEMO_DIRECTORY / "stories.txt"
+"""What the demo model wrote (`tools.demo_model.write`), in which a lookup finds what it may write next."""
 DEMO_TOKENS_PER_ROW = 2048
 """The demo model takes long prompts, so that programs which send them can be tried with it, but few do: a
 first look need not take the memory for many of them at once.

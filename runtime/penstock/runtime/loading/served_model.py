@@ -17,8 +17,9 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
+from numpy.typing import NDArray
 
-from penstock.runtime.config import EngineConfig, resolve
+from penstock.runtime.config import MOST_TEXT_TOKENS, EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, most_devices
 from penstock.runtime.execution.draft_model import DraftModel
@@ -37,7 +38,7 @@ from penstock.runtime.loading.checkpoint import (
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
-from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
+from penstock.runtime.loading.hub import DEMO, DEMO_DIRECTORY, DEMO_TEXT, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.image_processors import find_processor, find_written_token
 from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
 from penstock.runtime.loading.pooling import (
@@ -121,6 +122,8 @@ class ServedModel:
     """What adapters may change of it; None: the engine is made without them."""
     draft: DraftModel | None = None
     """What guesses on the device what it makes; None: there is nothing."""
+    lookup_tokens: NDArray[np.int32] | None = None
+    """The tokens of `EngineConfig.lookup_text`; None: there is none."""
     stages: tuple[Stage, ...] = ()
     """The stages into which its layers are cut, with each leaf on devices of the first one that has it; ():
     they are not cut."""
@@ -299,6 +302,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     facts = read_checkpoint(directory, config, backend)
     read = None if config.draft_model is None else read_draft(config.draft_model, facts, config, backend)
     adapted = adapted_of(facts.config, facts.dtype, facts.linear, config)  # refused before weights are read
+    lookup_tokens = None if config.lookup_text is None else read_lookup_text(config.lookup_text, facts.text)
     draft = None
     if read is not None:
         home = cut_sharding(backend.mesh)
@@ -306,7 +310,26 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     stages = stages_of(facts.config, config.pipeline_parallel_size)
     leaves = _load_own(directory, facts, config, backend, partial(_home, stages, backend))
     served = _served(model, directory, config, facts, leaves, adapted, draft)
-    return dataclasses.replace(served, stages=stages)
+    return dataclasses.replace(served, stages=stages, lookup_tokens=lookup_tokens)
+
+
+def read_lookup_text(name: str, text: TextCodec | None) -> NDArray[np.int32]:
+    """Read the tokens of a text in which a lookup is to find what outputs repeat: a file, or "demo".
+    ConfigError if it cannot be read, or has too many.
+    """
+    file = DEMO_TEXT if name == DEMO else Path(name).expanduser()
+    try:
+        written = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"lookup_text: {name} cannot be read: {error}") from error
+    if text is None:
+        raise ConfigError("lookup_text: the model has no tokenizer, which would make tokens of it")
+    tokens = np.array(text.encode(written, add_special_tokens=False), np.int32)
+    if len(tokens) > MOST_TEXT_TOKENS:
+        raise ConfigError(
+            f"lookup_text: {name} has {len(tokens)} tokens, and at most {MOST_TEXT_TOKENS} are read"
+        )
+    return tokens
 
 
 def _load_own(

@@ -68,6 +68,8 @@ def find(tokens: Tokens, newest: Items[int]) -> int | None:
     return int(found[-1]) + 1
 
 
+_FIRST_OF_PAIR = 1 << 32
+"""What the first token of a pair is multiplied by, so that each pair has a number of its own."""
 _BETWEEN = -1
 """Stands between two sequences, and is no token."""
 _MIX = 1_000_003
@@ -115,6 +117,32 @@ class Said(NamedTuple):
         if len(newest) < _SHORTEST or not self.pairs.may_have(newest[-2], newest[-1]):
             return None
         return find(self.tokens, newest)
+
+
+class Text:
+    """A text that never changes, in which each pair of neighbours is found without looking through it."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = np.append(tokens, _BETWEEN).astype(np.int32)
+        pairs = tokens[:-1].astype(np.int64) * _FIRST_OF_PAIR + tokens[1:]
+        self._places = np.argsort(pairs, kind="stable")
+        """The places of the first tokens of all pairs, those of equal ones side by side and in order."""
+        self._pairs = pairs[self._places]
+
+    def find(self, newest: Items[int]) -> int | None:
+        """See `find`."""
+        if len(newest) < _SHORTEST:
+            return None
+        pair = newest[-2] * _FIRST_OF_PAIR + newest[-1]
+        begin, end = np.searchsorted(self._pairs, (pair, pair + 1))
+        found = self._places[begin:end] + 1
+        for length in range(_SHORTEST + 1, min(_LONGEST, len(newest)) + 1):
+            longer = found[found >= length - 1]
+            longer = longer[self.tokens[longer - (length - 1)] == newest[-length]]
+            if not longer.size:
+                break
+            found = longer
+        return int(found[-1]) + 1 if found.size else None
 
 
 class Earlier:
@@ -198,7 +226,7 @@ class Copy:
             self._at = self._find(token_ids[-_LONGEST:])
         return self._at is None
 
-    def follow(self, said: Said, newest: Items[int]) -> None:
+    def follow(self, said: Said | Text, newest: Items[int]) -> None:
         """Follow what others have said, if the newest tokens occur there."""
         self._at, self._other = said.find(newest[-_LONGEST:]), said.tokens
         self._leave_ended()
@@ -329,9 +357,11 @@ class Lookup:
         *,
         computes_again: bool = False,
         reads_earlier: bool = True,
+        text: Tokens | None = None,
     ) -> None:
         """computes_again: whether the step behind a wrong proposal computes accepted tokens again, and so has
-        no proposals. reads_earlier: whether what ended sequences have said may be proposed.
+        no proposals. reads_earlier: whether what ended sequences have said may be proposed. text: what may be
+        proposed for all, where nothing else is found.
         """
         self._clock_ns = clock_ns
         self._computes_again = computes_again
@@ -339,6 +369,7 @@ class Lookup:
         self._copies: dict[Sequence, Copy] = {}
         self._costs = Costs()
         self._earlier = Earlier() if reads_earlier else None
+        self._text = None if text is None else Text(text)
         self._rate = _FIRST_RATE
         """What is believed of a new sequence."""
 
@@ -396,13 +427,19 @@ class Lookup:
                 is_lost = not copy.has_guess
             else:
                 is_lost = copy.catch_up(seq.token_ids)
-            said = self._earlier.of(seq.request) if is_lost and self._earlier is not None else None
-            if said is not None:
-                copy.follow(said, seq.token_ids)
+            if is_lost:
+                self._follow_others(copy, seq)
             if seq.forced:
                 copy.expect(seq.forced)
             copies.append(copy)
         return copies
+
+    def _follow_others(self, copy: Copy, seq: Sequence) -> None:
+        """Follow what ended sequences have said, else the text, if the newest tokens occur there."""
+        earlier = None if self._earlier is None else self._earlier.of(seq.request)
+        for said in (earlier, self._text):
+            if said is not None and not copy.has_guess:
+                copy.follow(said, seq.token_ids)
 
     def _counts(
         self, candidates: Items[Candidate], copies: Items[Copy], num_rows: int, room: int, gain: float

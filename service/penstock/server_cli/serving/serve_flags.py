@@ -506,6 +506,12 @@ def add_engine(flag: AddFlag) -> None:
         "MODEL",
     )
     flag(
+        "lookup_text",
+        "a text file in UTF-8 that a lookup reads, too, for all requests: what outputs will look like; demo: "
+        "the text that comes with the demo model",
+        "FILE",
+    )
+    flag(
         "max_proposed_tokens",
         "most tokens that are proposed for an output in a step, with a --speculation other than off; a "
         f"request may lower that; default: {DEFAULT_PROPOSED_TOKENS}",
