@@ -55,6 +55,7 @@ def test_the_loader_reads_it(file):
     assert model.config.architecture == "LlamaForCausalLM"
     assert model.config.vocab_size == TINY.vocab_size
     assert model.stored.startswith("GGUF: Q4_K, Q6_K")
+    assert model.text is not None
     assert model.text.decode(model.text.encode("the thing, à propos")) == "the thing, à propos"
     assert model.config.eos_token_ids == (TINY.num_words + 2,)
 

@@ -43,15 +43,24 @@ ARCHITECTURES = {
 _NORMS_PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe")
 
 
-_FACTORS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block of the types with a K, which the package reads and does not write, has its float16."""
+_FACTORS = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_XS": (0,),
+}
+"""Where a block of types that the package reads and does not write has its float16."""
+_OFFSETS = {"Q4_1": (0, 2), "Q5_1": (0, 2)}
+"""The same for types with a scale and an offset, which it writes, too."""
 
 
 def random_blocks(rng: np.random.Generator, kind: str, rows: int, columns: int) -> npt.NDArray[np.uint8]:
     """Make a matrix of any codes and scales, with factors below 1: uint8 [rows, bytes]."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
-    for at in _FACTORS.get(kind, (0,)):
+    for at in (_FACTORS | _OFFSETS).get(kind, (0,)):
         factors = np.exp2(rng.uniform(-9, 0, (*blocks.shape[:2], 1))).astype(np.float16)
         blocks[:, :, at : at + 2] = factors.view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -65,8 +74,9 @@ def write_gguf(
     keys: Mapping[str, Any] | None = None,
     parts: int = 0,
 ) -> None:
-    """Write the checkpoint of a folder. kind: the type of its matrices; those of types with a K are random.
-    keys: further metadata, such as a tokenizer. parts: how many tensors each part has; 0: there is one file.
+    """Write the checkpoint of a folder. kind: the type of its matrices; those of types that the package
+    cannot write are random. keys: further metadata, such as a tokenizer. parts: how many tensors each part
+    has; 0: there is one file.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]

@@ -8,9 +8,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.models.quantised import Codes, FloatCodes, NestedCodes, quantised
-from penstock.runtime.ops.codes import E2M1, E4M3, E4M3_BY_GROUP, NESTED_FORMS, CodeForm, dequantised
-from tests.support.native.codes import nested
+from penstock.runtime.models.quantised import (
+    Codes,
+    FloatCodes,
+    NestedCodes,
+    OffsetCodes,
+    PlaceCodes,
+    quantised,
+)
+from penstock.runtime.ops.codes import (
+    E2M1,
+    E4M3,
+    E4M3_BY_GROUP,
+    MINIMA_FORMS,
+    NESTED_FORMS,
+    TABLE_FORM,
+    CodeForm,
+    dequantised,
+)
+from tests.support.native.codes import nested, places, with_minima
 
 
 def test_a_value_is_scale_times_code_less_zero_in_the_order_of_inputs() -> None:
@@ -188,7 +204,60 @@ def test_floats_become_nested_integers_to_half_a_step(form: CodeForm, size: floa
     assert errors < (0.09 if form.bits == 4 else 0.022)
 
 
-@pytest.mark.parametrize("form", [E2M1, E4M3, E4M3_BY_GROUP, *NESTED_FORMS], ids=str)
+def test_offsets_and_places_by_hand() -> None:
+    codes = np.array([[3, 0] * 16 + [15, 1] * 16], np.uint8)
+    scales, offsets = np.array([[0.5, 2.0]], np.float32), np.array([[-1.0, 4.0]], np.float32)
+    found = OffsetCodes(codes, 4, scales, offsets, 32).dequantised()
+    assert found[0, [0, 1, 32, 33]].tolist() == [0.5, -1.0, 34.0, 6.0]
+    with_factor = PlaceCodes(codes, np.array([[-2, 31]], np.int8), np.array([[0.5]], np.float16))
+    assert with_factor.dequantised()[0, [0, 1, 32, 33]].tolist() == [65.0, 127.0, 15.5 * 113, 15.5 * -104]
+
+
+@pytest.mark.parametrize("form", [*MINIMA_FORMS, TABLE_FORM], ids=str)
+def test_packed_offsets_and_places_mean_the_same(form: CodeForm) -> None:
+    """To the last bit, also in bytes for codes of more bits; parts of whole groups can be taken out."""
+    rng = np.random.default_rng(form.bits)
+    weight = places(rng, 32, 256) if form.table else with_minima(rng, form, 32, 256)
+    for given in (*MINIMA_FORMS, TABLE_FORM):
+        leaf = np.zeros(given.shape(32, 256), np.uint8)
+        if not given.takes(form):
+            with pytest.raises(ValueError, match="does not fit"):
+                weight.pack(leaf)
+            continue
+        weight.pack(leaf)
+        assert CodeForm.of(leaf.shape[1], 256) == given
+        found = np.asarray(jax.jit(dequantised, static_argnums=(1, 2))(leaf, 256, jnp.float32))
+        np.testing.assert_array_equal(found, weight.dequantised())
+    some = weight.of_columns(slice(64, 192)).of_rows(np.array([3, 1]))
+    np.testing.assert_array_equal(some.dequantised(), weight.dequantised()[[3, 1], 64:192])
+    with pytest.raises(ValueError, match="whole"):
+        weight.of_columns(slice(16, 96))
+
+
+@pytest.mark.parametrize("size", [0.02, 5e-5])
+@pytest.mark.parametrize("form", [*MINIMA_FORMS, TABLE_FORM], ids=str)
+def test_floats_become_offsets_and_places_to_half_a_step(form: CodeForm, size: float) -> None:
+    """An output of zeros stays so. The table's steps have 6 to 26 127ths of its larger end; a scale of it is
+    rounded to a 127th of the largest of 64 inputs. An offset is rounded to 11 bits.
+    """
+    weight = np.random.default_rng(form.bits).standard_normal((32, 256)).astype(np.float32) * np.float32(size)
+    weight[5] = 0
+    kept = quantised(weight, form).dequantised()
+    assert (kept[5] == 0).all()
+    groups = weight.reshape(32, 8, 32)
+    if form.table:
+        steps = np.abs(weight).reshape(32, 4, 64).max(axis=2).repeat(2, axis=1) * 26 / 127
+    else:
+        steps = (groups.max(axis=2) - groups.min(axis=2)) / ((1 << form.bits) - 1)
+    bound = (1.0 if form.table else 0.55) * steps + (
+        0 if form.table else np.abs(groups).max(axis=2) * 2.0**-11
+    )
+    assert (np.abs(kept.reshape(groups.shape) - groups) <= bound[:, :, None]).all()
+
+
+@pytest.mark.parametrize(
+    "form", [E2M1, E4M3, E4M3_BY_GROUP, *NESTED_FORMS, *MINIMA_FORMS, TABLE_FORM], ids=str
+)
 def test_what_is_no_number_stays_none(form: CodeForm) -> None:
     """Of its own output; the others stay numbers."""
     weight = np.ones((16, 128), np.float32)

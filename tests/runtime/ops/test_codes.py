@@ -15,7 +15,9 @@ from penstock.runtime.ops.codes import (
     FLOAT_FORMS,
     FORMS,
     GROUP,
+    MINIMA_FORMS,
     NESTED_FORMS,
+    TABLE_FORM,
     CodeForm,
     dequantised,
     matmul_codes,
@@ -25,7 +27,7 @@ from penstock.runtime.ops.codes import (
     rows_of,
     union,
 )
-from tests.support.native.codes import nested, small_floats
+from tests.support.native.codes import nested, places, small_floats, with_minima
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
@@ -92,7 +94,39 @@ def test_nested_integers_lie_as_the_module_says(form: CodeForm) -> None:
     assert group[2, 4 * 1 + 3] == sum(from_0[83 + 4 * i] // 16 << 2 * i for i in range(4))
 
 
-@pytest.mark.parametrize("form", [*FORMS[1:3], *NESTED_FORMS, *FLOAT_FORMS[:1]], ids=str)
+@pytest.mark.parametrize("form", MINIMA_FORMS, ids=lambda form: f"{form.bits} bits")
+def test_integers_with_minima_lie_as_the_module_says(form: CodeForm) -> None:
+    """Output 17 (block 1, place 1) and input 75 (tile 1, group 0, input 11 of it)."""
+    weight = with_minima(np.random.default_rng(form.bits), form, 32, 128)
+    weight.scales[17, 2], weight.offsets[17, 2] = 0.375, 3.0
+    leaf = np.zeros(form.shape(32, 128), np.uint8)
+    weight.pack(leaf)
+    lines = leaf[1, form.tile_bytes :].reshape(-1, 64)
+    assert lines[-2].view(np.float32)[1] == 2.0  # the power of two below 3
+    assert not lines[-1].any()
+    assert lines[0].view(np.float16)[1] == 0.375 / 2
+    assert lines[1].view(np.float16)[1] == -3.0 / 2
+    if form.bits == 8:
+        assert lines[2 + 11 // 4, 4 * 1 + 3] == weight.codes[17, 75]
+    else:
+        assert lines[2 + 1, 4 * 1 + 3] == weight.codes[17, 75] | weight.codes[17, 79] << 4
+
+
+def test_places_lie_as_the_module_says() -> None:
+    """Output 17 (block 1, place 1) and input 107 (tile 1, group 1, input 11 of it)."""
+    weight = places(np.random.default_rng(5), 32, 128)
+    leaf = np.zeros(TABLE_FORM.shape(32, 128), np.uint8)
+    assert 8 * leaf.size / weight.codes.size == 4.5
+    weight.pack(leaf)
+    lines = leaf[1, 576:].reshape(-1, 64)
+    assert lines[0, :32].view(np.float16)[1] == weight.factors[17, 1]
+    assert lines[0, 32:].view(np.int8)[16 * 1 + 1] == weight.scales[17, 3]
+    assert lines[1 + 4 * 1 + 1, 4 * 1 + 3] == weight.codes[17, 107] | weight.codes[17, 111] << 4
+
+
+@pytest.mark.parametrize(
+    "form", [*FORMS[1:3], *NESTED_FORMS, MINIMA_FORMS[0], TABLE_FORM, *FLOAT_FORMS[:1]], ids=str
+)
 def test_some_outputs_are_those_of_the_whole_weight(form: CodeForm) -> None:
     """Beyond the last one it is the last, and before the first the first."""
     leaf = np.random.default_rng(form.bits).integers(0, 64, form.shape(48, 128), np.uint8)
@@ -150,6 +184,10 @@ def test_the_smallest_form_that_takes_all_is_chosen() -> None:
     assert union([E2M1, E4M3]) is None
     assert union(NESTED_FORMS) == NESTED_FORMS[1]
     assert union([NESTED_FORMS[0], CodeForm(4)]) is None
+    assert union(MINIMA_FORMS) == MINIMA_FORMS[1]
+    assert union([MINIMA_FORMS[0], with_zeros]) is None
+    assert union([TABLE_FORM, TABLE_FORM]) == TABLE_FORM
+    assert union([TABLE_FORM, eight]) is None
     assert union([E2M1, CodeForm(4)]) is None
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from penstock.runtime.models.quantised import NestedCodes
-from penstock.runtime.ops.codes import CodeForm, dequantised, pack_codes, pack_floats, quantise
+from penstock.runtime.models.quantised import NestedCodes, OffsetCodes, PlaceCodes
+from penstock.runtime.ops.codes import GROUP, CodeForm, dequantised, pack_codes, pack_floats, quantise
 
 
 def code_leaf(weight: np.ndarray) -> np.ndarray:
@@ -34,6 +34,23 @@ def nested(rng: np.random.Generator, form: CodeForm, num_out: int, num_in: int) 
         scales=rng.integers(-128, 128, of_groups).astype(np.int8),
         minima=rng.integers(-128, 128, of_groups).astype(np.int8),
         factors=np.exp2(rng.uniform(-16, -9, (num_out, num_in // 64, 2))).astype(np.float16),
+    )
+
+
+def with_minima(rng: np.random.Generator, form: CodeForm, num_out: int, num_in: int) -> OffsetCodes:
+    """Make random integers with a scale and an offset for each 32 inputs, as float16 has them."""
+    of_groups = num_out, num_in // GROUP
+    scales, offsets = (rng.uniform(-0.5, 0.5, of_groups).astype(np.float16) for _ in range(2))
+    codes = rng.integers(0, 1 << form.bits, (num_out, num_in)).astype(np.uint8)
+    return OffsetCodes(codes, form.bits, scales.astype(np.float32), offsets.astype(np.float32), GROUP)
+
+
+def places(rng: np.random.Generator, num_out: int, num_in: int) -> PlaceCodes:
+    """Make random places in the table, with scales of any size."""
+    return PlaceCodes(
+        codes=rng.integers(0, 16, (num_out, num_in)).astype(np.uint8),
+        scales=rng.integers(-32, 32, (num_out, num_in // GROUP)).astype(np.int8),
+        factors=np.exp2(rng.uniform(-16, -9, (num_out, num_in // 64))).astype(np.float16),
     )
 
 

@@ -21,10 +21,15 @@ from penstock.runtime.ops.codes import (
     MOST_E4M3_SCALE,
     MOST_NESTED,
     MOST_POWER,
+    TABLE,
+    TABLE_FORM,
     CodeForm,
+    factors_of,
     pack_codes,
     pack_floats,
     pack_nested,
+    pack_places,
+    pack_with_minima,
     quantise,
 )
 
@@ -281,12 +286,120 @@ class NestedCodes:
         pack_nested(leaf, self.codes, scales, minima, self.factors)
 
 
+@dataclass(frozen=True, slots=True)
+class OffsetCodes:
+    """A quantised weight with a float to add for each group: value = scale * code + offset."""
+
+    codes: NDArray[np.uint8] | NDArray[np.int8]
+    """[out, in]."""
+    bits: int
+    """4 or 8."""
+    scales: NDArray[np.float32]
+    """[out, in / group]."""
+    offsets: NDArray[np.float32]
+    """As the scales."""
+    group: int
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """Compute the weight that the codes stand for, float32 [out, in]."""
+        values = self.codes.astype(np.float32).reshape(len(self.codes), -1, self.group)
+        values *= self.scales[:, :, None]
+        values += self.offsets[:, :, None]
+        return values.reshape(self.codes.shape)
+
+    def of_columns(self, columns: slice) -> OffsetCodes:
+        """Return the part of consecutive inputs, which begins and ends with a group.
+
+        Raises ValueError if it does not.
+        """
+        begin, end, _ = columns.indices(self.codes.shape[1])
+        if begin % self.group or end % self.group:
+            raise ValueError(f"inputs {begin} to {end} are not whole groups of {self.group}")
+        groups = slice(begin // self.group, end // self.group)
+        of_groups = self.scales[:, groups], self.offsets[:, groups]
+        return OffsetCodes(self.codes[:, columns], self.bits, *of_groups, self.group)
+
+    def of_rows(self, rows: NDArray[np.intp]) -> OffsetCodes:
+        """Return these outputs."""
+        of_groups = self.scales[rows], self.offsets[rows]
+        return OffsetCodes(self.codes[rows], self.bits, *of_groups, self.group)
+
+    def form(self) -> CodeForm | None:
+        """Return the form of the bytes that hold this weight without a change of its codes; None: there is
+        none.
+        """
+        is_held = self.codes.dtype == np.uint8 and self.group % GROUP == 0
+        return CodeForm(self.bits, minima=True) if is_held else None
+
+    def pack(self, leaf: NDArray[np.uint8]) -> None:
+        """Write the codes to the leaf of a weight (`ops.codes`).
+
+        Raises ValueError if the leaf's form cannot hold them.
+        """
+        needed, given = self.form(), CodeForm.of(leaf.shape[1], self.codes.shape[1])
+        if needed is None or not given.takes(needed):
+            raise ValueError(f"a weight that needs {needed} does not fit into {given}")
+        repeats = self.group // GROUP
+        scales, offsets = (np.repeat(values, repeats, axis=1) for values in (self.scales, self.offsets))
+        pack_with_minima(leaf, self.codes.view(np.uint8), scales, -offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceCodes:
+    """A quantised weight whose codes are places in `ops.codes.TABLE`: value = (factor * scale) *
+    table[code].
+    """
+
+    codes: NDArray[np.uint8]
+    """[out, in], from 0 to 15."""
+    scales: NDArray[np.int8]
+    """[out, in / 32]."""
+    factors: NDArray[np.float16]
+    """[out, in / 64]."""
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """Compute the weight that the codes stand for, float32 [out, in]."""
+        scales = np.repeat(self.factors.astype(np.float32), INPUTS // GROUP, axis=1) * self.scales
+        values = TABLE.astype(np.float32)[self.codes].reshape(*scales.shape, GROUP)
+        values *= scales[:, :, None]
+        return values.reshape(self.codes.shape)
+
+    def of_columns(self, columns: slice) -> PlaceCodes:
+        """Return the part of consecutive inputs, which begins and ends with those that share a factor.
+
+        Raises ValueError if it does not.
+        """
+        begin, end, _ = columns.indices(self.codes.shape[1])
+        if begin % INPUTS or end % INPUTS:
+            raise ValueError(f"inputs {begin} to {end} are not whole parts of {INPUTS}")
+        groups, tiles = (slice(begin // size, end // size) for size in (GROUP, INPUTS))
+        return PlaceCodes(self.codes[:, columns], self.scales[:, groups], self.factors[:, tiles])
+
+    def of_rows(self, rows: NDArray[np.intp]) -> PlaceCodes:
+        """Return these outputs."""
+        return PlaceCodes(self.codes[rows], self.scales[rows], self.factors[rows])
+
+    def form(self) -> CodeForm:
+        """Return the form of the bytes that hold this weight without a change of its codes."""
+        return TABLE_FORM
+
+    def pack(self, leaf: NDArray[np.uint8]) -> None:
+        """Write the codes to the leaf of a weight (`ops.codes`).
+
+        Raises ValueError if the leaf's form cannot hold them.
+        """
+        given = CodeForm.of(leaf.shape[1], self.codes.shape[1])
+        if not given.takes(TABLE_FORM):
+            raise ValueError(f"a weight that needs {TABLE_FORM} does not fit into {given}")
+        pack_places(leaf, self.codes, self.scales, self.factors)
+
+
 def nested_form(bits: int) -> CodeForm:
     """Return the form of the bytes that hold nested integers of 4 or 6 bits."""
     return CodeForm(bits, nested=True, group=GROUP if bits == 4 else 16)
 
 
-Coded: TypeAlias = Codes | FloatCodes | NestedCodes
+Coded: TypeAlias = Codes | FloatCodes | NestedCodes | OffsetCodes | PlaceCodes
 """A weight that can be packed as it is, if a form fits it."""
 
 
@@ -307,6 +420,10 @@ def quantised(weight: NDArray[np.generic], form: CodeForm) -> Coded:
         return _small_floats(weight.astype(np.float32), form)
     if form.nested:
         return _nested(weight.astype(np.float32), form)
+    if form.minima:
+        return _with_offsets(weight.astype(np.float32), form)
+    if form.table:
+        return _places(weight.astype(np.float32))
     if form.bits == 4:
         codes, scales = quantise(weight)
         return Codes(codes=codes, bits=4, scales=scales, zeros=np.full_like(scales, 8), group=GROUP)
@@ -339,6 +456,36 @@ def _nested(weight: NDArray[np.float32], form: CodeForm) -> NestedCodes:
     codes = np.clip(numbers, least, most).astype(np.int8).reshape(weight.shape)
     factors = np.stack([scale_factors, minimum_factors], axis=2)
     return NestedCodes(codes, form.bits, scales, minima, factors)
+
+
+def _with_offsets(weight: NDArray[np.float32], form: CodeForm) -> OffsetCodes:
+    """Find integers of a weight [N, K] that reach from the least value of each group to the largest, with
+    scales and offsets as the leaf has them.
+    """
+    groups, most = weight.reshape(len(weight), -1, GROUP), np.float32((1 << form.bits) - 1)
+    lowest, highest = groups.min(axis=2), groups.max(axis=2)
+    with np.errstate(over="ignore", invalid="ignore"):
+        factors = factors_of(np.concatenate([lowest, (highest - lowest) / most], axis=1))[:, None]
+        offsets = (lowest / factors).astype(np.float16).astype(np.float32) * factors
+        scales = ((highest - offsets) / most / factors).astype(np.float16).astype(np.float32) * factors
+        numbers = np.rint(_divided(groups - offsets[:, :, None], scales))
+    codes = np.clip(numbers, 0, most).astype(np.uint8).reshape(weight.shape)
+    return OffsetCodes(codes, form.bits, scales, offsets, GROUP)
+
+
+def _places(weight: NDArray[np.float32]) -> PlaceCodes:
+    """Find the nearest places in the table of a weight [N, K]. The largest value of a group is the table's
+    end of the larger size, which is negative; so a scale may be, too.
+    """
+    groups = weight.reshape(len(weight), -1, GROUP)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+    wanted = largest / np.float32(TABLE[0])
+    scales, factors, real_scales = _whole(np.abs(wanted), weight.shape[1] // INPUTS)
+    signs = np.where(wanted < 0, -1, 1).astype(np.int8)
+    numbers = _divided(groups, real_scales * signs)
+    middles = (TABLE[:-1].astype(np.float32) + TABLE[1:]) / np.float32(2)
+    codes = np.searchsorted(middles, numbers).astype(np.uint8).reshape(weight.shape)
+    return PlaceCodes(codes, scales * signs, factors)
 
 
 def _whole(

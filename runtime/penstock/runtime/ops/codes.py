@@ -1,21 +1,23 @@
 """Weights of 4 or 8 bits with scales: how they lie in memory, and XLA's product.
 
 A weight [out, in] is a leaf uint8 [out / 16, bytes], an entry of which has 16 outputs. Codes are integers,
-integers whose scales are integers too, or small floats.
+integers whose scales are integers too, places in a table, or small floats.
 
 **Integers**, with a scale for each 32 inputs. There is a tile for each 64 inputs, and behind them 16 factors
 in float32. A tile is, in lines of 64 bytes:
 
 - the scales of its two groups of 32 inputs, float16 [2, 16 outputs];
-- their zeros in the same form, if the weight has any;
+- their zeros or their minima in the same form, if the weight has any;
 - the codes, unsigned. With 4 bits a line has 8 inputs: byte 4 o + i holds input i of output o in its low half
   and input 4 + i in its high half. With 8 bits it has 4 inputs: byte 4 o + i is input i of output o.
 
-value = factor * scale * (code - zero), where a weight without zeros has half of the codes' range. Factors are
-powers of two, so that the scales of an output use the range of float16. A scale in float16 or bfloat16 of at
-least 2^-14 of the output's largest is kept exactly, and a smaller one to a multiple of 2^-24 of the factor,
-which is no larger than that largest scale. Scales in float16 that are all below 2 are exact. A coarser group
-of a checkpoint repeats its scale.
+value = factor * scale * (code - zero), where a weight without zeros has half of the codes' range; with minima
+it is factor * (scale * code - minimum). Behind the factors of a weight with minima is a line of zeros, so
+that its size is not that of a weight with zeros. Factors are powers of two, so that the scales of an output
+use the range of float16. A scale in float16 or bfloat16 of at least 2^-14 of the output's largest is kept
+exactly, and a smaller one to a multiple of 2^-24 of the factor, which is no larger than that largest scale.
+Scales in float16 that are all below 2 are exact. The same holds for scales and minima together. A coarser
+group of a checkpoint repeats its scale.
 The native kernels (`native.linear`) read these bytes line by line, and quantise each row's groups of 32
 activations to int8.
 
@@ -32,6 +34,11 @@ A tile for each 64 inputs is, in lines of 64 bytes:
   the first in its lowest bits.
 
 The kernels treat them as other integers.
+
+**Places in a table**, as GGUF's IQ4_XS has them: value = (factor * scale) * table[code], with codes of 4
+bits, scales that are integers of 8 bits for each 32 inputs, and factors in float16. The table is `TABLE`. A
+tile for each 64 inputs is a line with the factors, float16 [16 outputs], and the scales, [2 groups, 16
+outputs]; and then the codes as those of integers.
 
 **Small floats**, value = scale * float. The kernels make bfloat16 of some at a time, in a cache, and multiply
 that; so results are those of the weight in bfloat16, bit for bit.
@@ -84,6 +91,10 @@ class CodeForm:
     """Whether codes are small floats, E2M1 or E4M3, and not integers."""
     nested: bool = False
     """Whether codes are integers whose scales are integers, too."""
+    minima: bool = False
+    """Whether each group of integers has a minimum of its own, which is taken off behind the scale."""
+    table: bool = False
+    """Whether codes are places in `TABLE`, whose scales are integers."""
     group: int | None = GROUP
     """How many inputs share a scale; None: all of them."""
 
@@ -105,13 +116,16 @@ class CodeForm:
     @property
     def scale_lines(self) -> int:
         """Lines of a tile of integers before its codes."""
-        return self.bits // 2 if self.nested else 1 + self.zeros
+        return self.bits // 2 if self.nested else 1 + self.zeros + self.minima
 
     @property
     def end_bytes(self) -> int:
         """Bytes behind all inputs."""
-        has_factors = not self.floats and not self.nested
-        return _LINE if has_factors or self.group is None else 0
+        if self.nested or self.table:
+            return 0
+        if self.floats:
+            return _LINE if self.group is None else 0
+        return _LINE * (1 + self.minima)
 
     def shape(self, out_size: int, in_size: int) -> tuple[int, int]:
         """Return the shape of the leaf of a weight [out_size, in_size] that `fits`."""
@@ -128,7 +142,8 @@ class CodeForm:
         if self.floats or other.floats:
             is_coarser = other.group in (self.group, None)
             return self.floats == other.floats and self.bits == other.bits and is_coarser
-        return self.nested == other.nested and self.bits >= other.bits and self.zeros >= other.zeros
+        is_alike = (self.nested, self.minima, self.table) == (other.nested, other.minima, other.table)
+        return is_alike and self.bits >= other.bits and self.zeros >= other.zeros
 
     @classmethod
     def of(cls, num_bytes: int, in_size: int) -> CodeForm:
@@ -136,7 +151,7 @@ class CodeForm:
 
         Raises ValueError if there is none.
         """
-        for form in (*FORMS, *NESTED_FORMS, *FLOAT_FORMS):
+        for form in (*INTEGER_FORMS, *FLOAT_FORMS):
             if form.fits(OUTPUTS, in_size) and form.shape(OUTPUTS, in_size)[1] == num_bytes:
                 return form
         raise ValueError(f"no form has {num_bytes} bytes for {in_size} inputs of {OUTPUTS} outputs")
@@ -145,6 +160,11 @@ class CodeForm:
 FORMS = tuple(CodeForm(bits, zeros) for bits in (4, 8) for zeros in (False, True))
 """Those of integers with one factor for all inputs."""
 NESTED_FORMS = (CodeForm(4, nested=True), CodeForm(6, nested=True, group=16))
+MINIMA_FORMS = (CodeForm(4, minima=True), CodeForm(8, minima=True))
+TABLE_FORM = CodeForm(4, table=True)
+INTEGER_FORMS = (*FORMS, *NESTED_FORMS, *MINIMA_FORMS, TABLE_FORM)
+TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+"""What codes that are places in a table stand for: the values of GGUF's IQ4_NL and IQ4_XS."""
 MOST_NESTED = 127
 """The largest scale and the largest minimum of nested integers."""
 _MIDDLE_OF_6_BITS = 32
@@ -166,9 +186,7 @@ def union(forms: Iterable[CodeForm]) -> CodeForm | None:
     """Find the smallest form that takes all of these; None: there is none."""
     found = tuple(forms)
     takers = (
-        form
-        for form in (*FORMS, *NESTED_FORMS, E2M1, E4M3, E4M3_BY_GROUP)
-        if all(form.takes(one) for one in found)
+        form for form in (*INTEGER_FORMS, E2M1, E4M3, E4M3_BY_GROUP) if all(form.takes(one) for one in found)
     )
     return next(takers, None)
 
@@ -185,7 +203,7 @@ def pack_codes(
     num_out, num_in = codes.shape
     form = CodeForm.of(leaf.shape[1], num_in)
     blocks, tiles = num_out // OUTPUTS, num_in // INPUTS
-    factors = _factors(scales)
+    factors = factors_of(scales)
     lines = leaf[:, :-_LINE].reshape(blocks, tiles, -1, _LINE)
     _put_halves(lines[:, :, 0], scales / factors[:, None])
     if zeros is not None:
@@ -194,6 +212,44 @@ def pack_codes(
         codes if form.bits == 8 else _halves_of_bytes(codes), tiles
     )
     leaf[:, -_LINE:] = factors.reshape(blocks, OUTPUTS).view(np.uint8)
+
+
+def pack_with_minima(
+    leaf: NDArray[np.uint8],
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    minima: NDArray[np.float32],
+) -> None:
+    """Write unsigned integers [N, K], and scales and minima [N, K / 32], to the leaf of a weight [N, K],
+    whose shape says the form.
+    """
+    num_out, num_in = codes.shape
+    form = CodeForm.of(leaf.shape[1], num_in)
+    blocks, tiles = num_out // OUTPUTS, num_in // INPUTS
+    factors = factors_of(np.concatenate([scales, minima], axis=1))
+    lines = leaf[:, : -2 * _LINE].reshape(blocks, tiles, -1, _LINE)
+    _put_halves(lines[:, :, 0], scales / factors[:, None])
+    _put_halves(lines[:, :, 1], minima / factors[:, None])
+    of_bytes = codes if form.bits == 8 else _halves_of_bytes(codes)
+    lines[:, :, form.scale_lines :] = _lines_of_words(of_bytes, tiles)
+    leaf[:, -2 * _LINE : -_LINE] = factors.reshape(blocks, OUTPUTS).view(np.uint8)
+    leaf[:, -_LINE:] = 0
+
+
+def pack_places(
+    leaf: NDArray[np.uint8], codes: NDArray[np.uint8], scales: NDArray[np.int8], factors: NDArray[np.float16]
+) -> None:
+    """Write places in the table [N, K], with scales [N, K / 32] and factors [N, K / 64], to the leaf of a
+    weight [N, K] of that form.
+    """
+    num_out, num_in = codes.shape
+    blocks, tiles = num_out // OUTPUTS, num_in // INPUTS
+    lines = leaf.reshape(blocks, tiles, -1, _LINE)
+    of_tiles = np.ascontiguousarray(factors.reshape(blocks, OUTPUTS, tiles).transpose(0, 2, 1))
+    lines[:, :, 0, : _LINE // 2] = of_tiles.view(np.uint8)
+    of_groups = scales.reshape(blocks, OUTPUTS, tiles, 2).transpose(0, 2, 3, 1)
+    lines[:, :, 0, _LINE // 2 :] = np.ascontiguousarray(of_groups).view(np.uint8).reshape(blocks, tiles, -1)
+    lines[:, :, 1:] = _lines_of_words(_halves_of_bytes(codes), tiles)
 
 
 def pack_nested(
@@ -282,7 +338,7 @@ def _put_halves(lines: NDArray[np.uint8], values: NDArray[np.float32] | NDArray[
     lines[...] = np.ascontiguousarray(halves).view(np.uint8).reshape(lines.shape)
 
 
-def _factors(scales: NDArray[np.float32]) -> NDArray[np.float32]:
+def factors_of(scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return for each output the power of two that brings its largest scale to at least 1 and less than 2. It
     is 1 where that is 0 or not finite.
     """
@@ -426,9 +482,18 @@ def _of_integers(bytes_of: _BytesOf, in_size: int, form: CodeForm) -> jax.Array:
         values = codes.astype(jnp.float32) * of_groups(scales) - of_groups(minima)
         return values.reshape(-1, in_size)
     codes = _nibbles(words) if form.bits == 4 else words.reshape(*words.shape[:2], INPUTS)
-    factors = jax.lax.bitcast_convert_type(bytes_of(1, 4)[:, -1, 0], jnp.float32)
-    zeros = of_groups(halves[:, :, 1]) if form.zeros else np.float32(form.middle)
+    if form.table:
+        of_places = jax.lax.bitcast_convert_type(of_tiles(4, 1)[:, :, 0, 2:, 0], jnp.int8)
+        scales = of_places.astype(jnp.float32) * halves[:, :, 0, :1]
+        return (jnp.asarray(TABLE)[codes].astype(jnp.float32) * of_groups(scales)).reshape(-1, in_size)
+    factors = jax.lax.bitcast_convert_type(
+        bytes_of(1, 4)[:, tiles * form.tile_bytes // _LINE, 0], jnp.float32
+    )
     scales = halves[:, :, 0] * factors[:, None, None]
+    if form.minima:
+        minima = halves[:, :, 1] * factors[:, None, None]
+        return (codes.astype(jnp.float32) * of_groups(scales) - of_groups(minima)).reshape(-1, in_size)
+    zeros = of_groups(halves[:, :, 1]) if form.zeros else np.float32(form.middle)
     return ((codes.astype(jnp.float32) - zeros) * of_groups(scales)).reshape(-1, in_size)
 
 

@@ -20,7 +20,7 @@ from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import leaf_shapes, load_rules
 from penstock.runtime.models.registry import parse_config
-from penstock.runtime.ops.codes import NESTED_FORMS, CodeForm, dequantised, rows_of
+from penstock.runtime.ops.codes import MINIMA_FORMS, NESTED_FORMS, TABLE_FORM, CodeForm, dequantised, rows_of
 from tests.support.gguf_models import write_gguf
 from tests.support.goldens import GOLDEN
 
@@ -146,6 +146,8 @@ def test_heads_of_a_group_are_side_by_side(tmp_path: Path) -> None:
     [
         ("Q8_0", CodeForm(8)),
         ("Q4_K", NESTED_FORMS[0]),
+        pytest.param("Q4_1", MINIMA_FORMS[0], marks=pytest.mark.ci),
+        pytest.param("IQ4_XS", TABLE_FORM, marks=pytest.mark.ci),
         pytest.param("Q6_K", NESTED_FORMS[1], marks=pytest.mark.ci),
     ],
 )

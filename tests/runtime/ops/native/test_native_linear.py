@@ -14,10 +14,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.codes import FLOAT_FORMS, FORMS, GROUP, NESTED_FORMS, CodeForm, pack_codes
+from penstock.runtime.ops.codes import (
+    FLOAT_FORMS,
+    FORMS,
+    GROUP,
+    MINIMA_FORMS,
+    NESTED_FORMS,
+    TABLE,
+    TABLE_FORM,
+    CodeForm,
+    pack_codes,
+)
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import Packed, can_pack, linear, pack, packed_shape, quantize, unpack
-from tests.support.native.codes import code_leaf, nested, small_floats, stands_for
+from tests.support.native.codes import code_leaf, nested, places, small_floats, stands_for, with_minima
 from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
 from tests.support.suite.drawing import few
 
@@ -227,6 +237,43 @@ def test_products_of_nested_codes_are_a_chain_of_whole_numbers_times_scales_less
             np.abs(minima) + 64 * np.abs(scales)
         )
         bound = (codes.shape[1] + 6) * 2.0**-24 * (sizes * of_rows).sum(axis=2)
+        exact = ((products - taken) * of_rows).sum(axis=2)
+        assert (np.abs(wide(got[:rows]) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("form", [*MINIMA_FORMS, TABLE_FORM], ids=str)
+@pytest.mark.parametrize("counts", WITNESSED)
+def test_products_with_minima_and_of_places_are_a_chain_of_whole_numbers(
+    form: CodeForm, counts: Iterable[int]
+) -> None:
+    """As those of nested codes: a group's sums are known exactly, and each link rounds a few times."""
+    for rows in counts:
+        rng = np.random.default_rng(rows)
+        inner, out = 832, 48
+        leaf = np.empty(form.shape(out, inner), np.uint8)
+        if form.table:
+            of_places = places(rng, out, inner)
+            of_places.pack(leaf)
+            scales = of_places.scales * np.repeat(wide(of_places.factors), 2, axis=1)
+            minima, codes = np.zeros_like(scales), TABLE[of_places.codes].astype(np.int64)
+        else:
+            weight = with_minima(rng, form, out, inner)
+            weight.pack(leaf)
+            scales, minima, codes = wide(weight.scales), -wide(weight.offsets), weight.codes.astype(np.int64)
+        x = draw(rng, 80, inner)
+        x[0, :GROUP] = 0  # a group without a peak
+        got = linear(
+            jnp.asarray(x), (Packed(jnp.asarray(leaf)),), num_rows=jnp.int32(rows), out_dtype=np.float32
+        )
+        grouped = x[:rows].astype(np.float32).reshape(rows, -1, GROUP)
+        peaks = np.abs(grouped).max(axis=2, keepdims=True)
+        inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
+        numbers = np.rint(grouped * inverse).astype(np.int64)
+        of_rows = wide(peaks)[:, None, :, 0] / 127
+        products = np.einsum("rgi,ogi->rog", numbers, codes.reshape(out, -1, GROUP)) * scales
+        taken = numbers.sum(axis=2)[:, None] * minima
+        sizes = (np.abs(products) + np.abs(taken)) * of_rows
+        bound = (sizes.shape[2] + 6) * 2.0**-24 * sizes.sum(axis=2)
         exact = ((products - taken) * of_rows).sum(axis=2)
         assert (np.abs(wide(got[:rows]) - exact) <= bound).all()
 

@@ -43,6 +43,7 @@ using U16x32 = uint16_t __attribute__((vector_size(64), may_alias));
 using U16x16 = uint16_t __attribute__((vector_size(32), may_alias));
 using U8x16 = uint8_t __attribute__((vector_size(16), may_alias));
 using U8x32 = uint8_t __attribute__((vector_size(32), may_alias));
+using U8x64 = uint8_t __attribute__((vector_size(64), may_alias));
 
 constexpr int kFloatLanes = 16;
 
@@ -223,6 +224,18 @@ inline __m512i _mm512_slli_epi32(__m512i a, unsigned bits) {
 inline __m512i _mm512_srli_epi32(__m512i a, unsigned bits) {
   return bits > 31 ? __m512i{} : (__m512i)((U32x16)a >> bits);
 }
+// Four times the same 16 bytes.
+inline __m512i _mm512_broadcast_i32x4(__m128i a) {
+  return (__m512i)ByLane<U8x64>([&](int i) { return ((U8x16)a)[i % 16]; });
+}
+// For each byte of b the one of a that its lower half names, of the same 16; 0 where the byte is above 127.
+inline __m512i _mm512_shuffle_epi8(__m512i a, __m512i b) {
+  return (__m512i)ByLane<U8x64>([&](int i) {
+    const uint8_t place = ((U8x64)b)[i];
+    return place & 0x80 ? uint8_t{0} : ((U8x64)a)[i / 16 * 16 + place % 16];
+  });
+}
+
 // Adds to each word the four products of bytes of a, without sign, and bytes of b, with sign.
 inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   return (__m512i)ByLane<I32x16>([&](int i) {

@@ -42,6 +42,8 @@ bool Call(const char* name, const Operands& r) {
   if (is("max_epi32")) return Put(r, _mm512_max_epi32(I(r.a), I(r.b))), true;
   if (is("slli_epi32")) return Put(r, _mm512_slli_epi32(I(r.a), 31)), true;
   if (is("srli_epi32")) return Put(r, _mm512_srli_epi32(I(r.a), 31)), true;
+  if (is("broadcast_i32x4")) return Put(r, _mm512_broadcast_i32x4(LowQuarter(r.a))), true;
+  if (is("shuffle_epi8")) return Put(r, _mm512_shuffle_epi8(I(r.a), I(r.b))), true;
   if (is("dpbusd_epi32")) return Put(r, _mm512_dpbusd_epi32(I(r.c), I(r.a), I(r.b))), true;
   if (is("dpwssd_epi32")) return Put(r, _mm512_dpwssd_epi32(I(r.c), I(r.a), I(r.b))), true;
   if (is("cvtepi8_epi16")) return Put(r, _mm512_cvtepi8_epi16(LowHalf(r.a))), true;

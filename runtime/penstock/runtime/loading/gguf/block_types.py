@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.models.quantised import Codes, NestedCodes, nested_form
-from penstock.runtime.ops.codes import INPUTS, CodeForm
+from penstock.runtime.models.quantised import Coded, Codes, NestedCodes, OffsetCodes, PlaceCodes, nested_form
+from penstock.runtime.ops.codes import INPUTS, TABLE, TABLE_FORM, CodeForm
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 _SUPER = 256
 """Values of a block of the types with a K, which have scales for groups of 16 or 32 of them."""
-_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_NL = TABLE.astype(np.float32)
 """What the 4 bits of IQ4_NL and IQ4_XS mean."""
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice what the 4 bits of MXFP4 mean. There is no zero with a sign."""
@@ -50,14 +50,27 @@ class Nested(NamedTuple):
         return (_by_group(self.codes, scales) - minima[:, :, None]).reshape(-1, _SUPER)
 
 
+class Places(NamedTuple):
+    """What blocks of IQ4_XS hold: value = (factor * scale) * table[code]."""
+
+    codes: Bytes
+    """[n, 256]."""
+    scales: npt.NDArray[np.int8]
+    """[n, 8]."""
+    factors: npt.NDArray[np.float16]
+    """[n, 1]."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """One type: how many values a block has, in how many bytes, and how they are read.
 
     dtype: that of the values as they are read. decode: blocks [n, num_bytes] to values [n, values]; None:
     the bytes are the values. integers: blocks [n, num_bytes] to codes int8 [n, values] of `bits`, of which
-    the float16 at the begin of a block is the scale; None: the type has other scales, or minima. nested:
-    blocks to integers of `bits` whose scales are integers, too; such a type has no `decode`.
+    the float16 at the begin of a block is the scale; None: the type has other scales, or offsets. nested:
+    blocks to integers of `bits` whose scales are integers, too; such a type has no `decode`. unsigned: blocks
+    to codes uint8 [n, values] of `bits`, whose scale is the first float16 of a block, and what is added the
+    second. places: blocks to places in the table, with scales int8 [n, groups] and a factor float16 [n, 1].
     """
 
     name: str
@@ -68,27 +81,46 @@ class BlockType:
     integers: Callable[[Bytes], npt.NDArray[np.int8]] | None = None
     bits: int = 8
     nested: Callable[[Bytes], Nested] | None = None
+    unsigned: Callable[[Bytes], Bytes] | None = None
+    places: Callable[[Bytes], Places] | None = None
 
     @property
     def form(self) -> CodeForm | None:
         """The bytes that hold codes as they are stored; None: none can."""
         if self.nested is not None:
             return nested_form(self.bits)
+        if self.unsigned is not None:
+            return CodeForm(self.bits, minima=True)
+        if self.places is not None:
+            return TABLE_FORM
         return None if self.integers is None else CodeForm(self.bits)
 
-    def codes(self, rows: Bytes) -> Codes | NestedCodes | None:
+    def codes(self, rows: Bytes) -> Coded | None:
         """Read the codes of rows of whole blocks; None if there are none, or scales that are no numbers."""
+        blocks, num_rows = rows.reshape(rows.size // self.num_bytes, self.num_bytes), len(rows)
         if self.nested is not None:
-            found = self.nested(rows.reshape(rows.size // self.num_bytes, self.num_bytes))
-            return _of_rows(found, len(rows), self.bits) if np.isfinite(found.factors).all() else None
+            found = self.nested(blocks)
+            return _of_rows(found, num_rows, self.bits) if np.isfinite(found.factors).all() else None
+        if self.places is not None:
+            codes, of_groups, factors = self.places(blocks)
+            if not np.isfinite(factors).all():
+                return None
+            of_tiles = np.repeat(factors, self.values // INPUTS, axis=1).reshape(num_rows, -1)
+            return PlaceCodes(codes.reshape(num_rows, -1), of_groups.reshape(num_rows, -1), of_tiles)
+        if self.unsigned is not None:
+            both = np.concatenate([_half(blocks, 0), _half(blocks, 2)], axis=1).reshape(num_rows, -1, 2)
+            if not np.isfinite(both).all():
+                return None
+            scales, offsets = np.ascontiguousarray(both[:, :, 0]), np.ascontiguousarray(both[:, :, 1])
+            unsigned = self.unsigned(blocks).reshape(num_rows, -1)
+            return OffsetCodes(unsigned, self.bits, scales, offsets, group=self.values)
         if self.integers is None:
             return None
-        blocks = rows.reshape(rows.size // self.num_bytes, self.num_bytes)
-        scales = _half(blocks, 0).reshape(len(rows), -1)
+        scales = _half(blocks, 0).reshape(num_rows, -1)
         if not np.isfinite(scales).all():
             return None
-        codes = self.integers(blocks).reshape(len(rows), -1)
-        return Codes(codes=codes, bits=self.bits, scales=scales, zeros=None, group=self.values)
+        numbers = self.integers(blocks).reshape(num_rows, -1)
+        return Codes(codes=numbers, bits=self.bits, scales=scales, zeros=None, group=self.values)
 
     def read(self, rows: Bytes) -> npt.NDArray[Any]:
         """Read the values of rows of whole blocks, uint8 [rows, n * num_bytes] -> [rows, n * values]."""
@@ -165,7 +197,12 @@ def _integers_of_5_bits(blocks: Bytes) -> npt.NDArray[np.int8]:
 
 
 def _q4_1(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:], 16).astype(np.float32) + _half(blocks, 2)
+    return _half(blocks, 0) * _unsigned_of_4_bits(blocks).astype(np.float32) + _half(blocks, 2)
+
+
+def _unsigned_of_4_bits(blocks: Bytes) -> Bytes:
+    """Unpack those of Q4_1."""
+    return _nibbles(blocks[:, 4:], 16)
 
 
 def _q5_0(blocks: Bytes) -> Floats:
@@ -174,8 +211,12 @@ def _q5_0(blocks: Bytes) -> Floats:
 
 
 def _q5_1(blocks: Bytes) -> Floats:
-    codes = _nibbles(blocks[:, 8:], 16) | _fifth(blocks, 4)
-    return _half(blocks, 0) * codes.astype(np.float32) + _half(blocks, 2)
+    return _half(blocks, 0) * _unsigned_of_5_bits(blocks).astype(np.float32) + _half(blocks, 2)
+
+
+def _unsigned_of_5_bits(blocks: Bytes) -> Bytes:
+    """Unpack those of Q5_1."""
+    return _nibbles(blocks[:, 8:], 16) | _fifth(blocks, 4)
 
 
 def _q8_0(blocks: Bytes) -> Floats:
@@ -245,10 +286,17 @@ def _iq4_nl(blocks: Bytes) -> Floats:
 
 
 def _iq4_xs(blocks: Bytes) -> Floats:
+    found = _places(blocks)
+    scales = found.factors.astype(np.float32) * found.scales
+    return _by_group(_NL[found.codes], scales).reshape(-1, _SUPER)
+
+
+def _places(blocks: Bytes) -> Places:
+    """Unpack those of IQ4_XS."""
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
-    scales = _half(blocks, 0) * ((low | high << 4).astype(np.float32) - 32)
-    return _by_group(_NL[_nibbles(blocks[:, 8:], 16)], scales).reshape(-1, _SUPER)
+    scales = _int8(low | high << 4) - np.int8(32)
+    return Places(_nibbles(blocks[:, 8:], 16), scales, np.ascontiguousarray(blocks[:, :2]).view(np.float16))
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
@@ -261,9 +309,9 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     0: BlockType("F32", 1, 4, _FLOAT32),
     1: BlockType("F16", 1, 2, np.dtype(np.float16)),
     2: BlockType("Q4_0", 32, 18, _FLOAT32, _q4_0, _integers_of_4_bits, bits=4),
-    3: BlockType("Q4_1", 32, 20, _FLOAT32, _q4_1),
+    3: BlockType("Q4_1", 32, 20, _FLOAT32, _q4_1, bits=4, unsigned=_unsigned_of_4_bits),
     6: BlockType("Q5_0", 32, 22, _FLOAT32, _q5_0, _integers_of_5_bits),
-    7: BlockType("Q5_1", 32, 24, _FLOAT32, _q5_1),
+    7: BlockType("Q5_1", 32, 24, _FLOAT32, _q5_1, unsigned=_unsigned_of_5_bits),
     8: BlockType("Q8_0", 32, 34, _FLOAT32, _q8_0, lambda blocks: blocks[:, 2:].view(np.int8)),
     10: BlockType("Q2_K", _SUPER, 84, _FLOAT32, bits=6, nested=_q2_k),
     11: BlockType("Q3_K", _SUPER, 110, _FLOAT32, bits=6, nested=_q3_k),
@@ -273,7 +321,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     20: BlockType(
         "IQ4_NL", 32, 18, _FLOAT32, _iq4_nl, lambda blocks: _NL.astype(np.int8)[_nibbles(blocks[:, 2:], 16)]
     ),
-    23: BlockType("IQ4_XS", _SUPER, 136, _FLOAT32, _iq4_xs),
+    23: BlockType("IQ4_XS", _SUPER, 136, _FLOAT32, _iq4_xs, bits=4, places=_places),
     30: BlockType("BF16", 1, 2, np.dtype(jnp.bfloat16)),
     39: BlockType("MXFP4", 32, 17, _FLOAT32, _mxfp4),
 }

@@ -4,8 +4,8 @@ llama.cpp stores some weights otherwise than transformers: other names, rows in 
 added to them, experts of a layer in one tensor. Here each becomes a `Tensor` of the load rules, whose values
 are read, and turned back, a few rows at a time.
 
-A weight whose type has integers with one scale a block, or with scales that are integers, can stay so on its
-way to the device: `Stored.codes` reads the same rows as codes.
+A weight whose type has integers with one scale a block, or with scales that are integers, or places in a
+table, can stay so on its way to the device: `Stored.codes` reads the same rows as codes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from penstock.runtime.loading.gguf.block_types import Bytes
 from penstock.runtime.loading.gguf.file import TensorInfo
-from penstock.runtime.models.quantised import Codes, NestedCodes
+from penstock.runtime.models.quantised import Coded
 from penstock.runtime.ops.codes import CodeForm
 
 Made: TypeAlias = npt.NDArray[Any]
@@ -73,7 +73,7 @@ class Stored:
         is_plain = len(self.shape) == 2 and self.columns is None and self.undo is None
         return self.info.type.form if is_plain else None
 
-    def codes(self, rows: slice, form: CodeForm) -> Codes | NestedCodes | None:
+    def codes(self, rows: slice, form: CodeForm) -> Coded | None:
         """Return consecutive rows as codes that bytes of this form hold as they are (`CodedTensor`)."""
         if self.kept is None or not form.takes(self.kept):
             return None

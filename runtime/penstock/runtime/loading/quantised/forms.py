@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.models.quantised import Codes, FloatCodes
+from penstock.runtime.models.quantised import Codes, FloatCodes, OffsetCodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +28,6 @@ class TableCodes:
         """Compute the weight that the codes stand for, float32 [out, in]."""
         values: npt.NDArray[np.float32] = self.table[self.codes]
         values *= _spread(self.scales, self.group, self.codes.shape[1])
-        return values
-
-
-@dataclass(frozen=True, slots=True)
-class OffsetCodes:
-    """A quantised weight with a float to add for each group: value = scale * code + offset."""
-
-    codes: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
-    """[out, in]."""
-    bits: int
-    scales: npt.NDArray[np.float32]
-    """[out, in / group]."""
-    offsets: npt.NDArray[np.float32]
-    """As the scales."""
-    group: int
-
-    def dequantised(self) -> npt.NDArray[np.float32]:
-        """Compute the weight that the codes stand for, float32 [out, in]."""
-        num_in = self.codes.shape[1]
-        values = self.codes.astype(np.float32)
-        values *= _spread(self.scales, self.group, num_in)
-        values += _spread(self.offsets, self.group, num_in)
         return values
 
 

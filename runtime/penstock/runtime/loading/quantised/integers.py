@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.loading.quantised.forms import OffsetCodes
 from penstock.runtime.loading.quantised.layers import (
     FLOATS,
     Layer,
@@ -29,7 +28,7 @@ from penstock.runtime.loading.quantised.layers import (
     unpacked,
 )
 from penstock.runtime.loading.safetensors_files import TensorEntry
-from penstock.runtime.models.quantised import Codes
+from penstock.runtime.models.quantised import Codes, OffsetCodes
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where output i of eight lies among the codes of an AWQ word."""

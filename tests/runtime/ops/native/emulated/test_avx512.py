@@ -151,6 +151,17 @@ def test_bytes_without_and_with_sign_are_multiplied(call: Call) -> None:
     assert ints(call("dpbusd_epi32", a, b, [0, 5, 0, MAX]), 4) == [-130560, -250, -11, MIN + 129540 - 1]
 
 
+def test_bytes_are_found_by_their_places(call: Call) -> None:
+    """Each 16 bytes have a table of their own; above 127 a place stands for 0."""
+    tables = np.arange(64, dtype=np.uint8) + np.uint8(100)
+    places = np.zeros(64, np.uint8)
+    places[[0, 15, 16, 17, 63]] = [15, 0x7F, 3, 0x80, 0x1E]
+    found = call("shuffle_epi8", tables, places)
+    assert found[[0, 15, 16, 17, 63]].tolist() == [115, 115, 119, 0, 162]
+    assert found[1:15].tolist() == [100] * 14
+    assert call("broadcast_i32x4", tables).tolist() == list(range(100, 116)) * 4
+
+
 def test_halves_with_sign_are_multiplied(call: Call) -> None:
     """Both products of -2^15 by itself fit no word; the sum wraps around, it does not saturate."""
     a = np.array([[-(2**15)] * 2, [3, -4], [2**15 - 1] * 2, [1, 0]], np.int16)

@@ -19,8 +19,9 @@ inline std::optional<Format> FormatOf(const xla::ffi::AnyBuffer& tiles, size_t b
   if (type == xla::ffi::S8 && size * 64 == k) {
     return Format::kInt8;
   }
-  for (Format format : {Format::kCodes4, Format::kCodes4Zeros, Format::kCodes8, Format::kCodes8Zeros, Format::kNested4,
-                        Format::kNested6, Format::kE2m1, Format::kE4m3Groups, Format::kE4m3}) {
+  for (Format format : {Format::kCodes4, Format::kCodes4Zeros, Format::kCodes8, Format::kCodes8Zeros,
+                        Format::kCodes4Minima, Format::kCodes8Minima, Format::kNested4, Format::kNested6,
+                        Format::kTable4, Format::kE2m1, Format::kE4m3Groups, Format::kE4m3}) {
     if (type == xla::ffi::U8 && k % InputsAtOnce(format) == 0 && size == BytesOfBlock(format, k)) {
       return format;
     }

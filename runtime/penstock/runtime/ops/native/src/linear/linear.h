@@ -4,7 +4,7 @@
 // of AMX's TDPBF16PS and, row by row, the vector operand of AVX-512's VDPBF16PS, and the whole weight is read in
 // one ascending sweep. A packed int8 weight is [out / 16][in / 64][16 fours of in][16 out][4].
 // Codes lie as ops/codes.py says. Integers with a scale for each 32 inputs, or nested ones, whose scales are integers,
-// too, are multiplied as they are.
+// too, are multiplied as they are, and places in a table as the integers that stand there.
 // Small floats (E2M1 and E4M3) become tiles of bf16 in the first- or second-level cache (linear_expand.h), and from
 // there on they are multiplied, and have the bits, as a weight that is bf16 in memory.
 #pragma once
@@ -24,8 +24,11 @@ enum class Format {
   kCodes4Zeros,
   kCodes8,
   kCodes8Zeros,
+  kCodes4Minima,
+  kCodes8Minima,
   kNested4,
   kNested6,
+  kTable4,
   kE2m1,
   kE4m3Groups,
   kE4m3
@@ -41,7 +44,7 @@ constexpr int64_t kRowBlock = 16;  // rows of x that put_rows takes at once
 
 // Whether a weight has integers with scales by group; whether these have a factor for each output behind all inputs;
 // and whether it has small floats.
-constexpr bool IsCodes(Format format) { return format >= Format::kCodes4 && format <= Format::kNested6; }
+constexpr bool IsCodes(Format format) { return format >= Format::kCodes4 && format <= Format::kTable4; }
 constexpr bool HasFactors(Format format) { return IsCodes(format) && format < Format::kNested4; }
 constexpr bool IsSmallFloats(Format format) { return format >= Format::kE2m1; }
 
@@ -52,10 +55,18 @@ constexpr int64_t InputsAtOnce(Format format) {
   return format == Format::kE4m3Groups || is_nested ? kWide : 2 * kGroup;
 }
 
-// The bytes of 16 outputs of a weight with k inputs.
+// Whether the integers have minima in float16. Behind their factors is a line of zeros, so that their size is not that
+// of integers with zeros.
+constexpr bool HasMinima(Format format) { return format == Format::kCodes4Minima || format == Format::kCodes8Minima; }
+
+// The bytes of the tiles of k inputs, and of 16 outputs of a weight with k inputs.
+constexpr int64_t BytesOfTiles(Format format, int64_t k) {
+  constexpr int64_t kBytesOfTile[] = {2048, 1024, 576, 640, 1088, 1152, 640, 1152, 640, 960, 576, 544, 1056, 1024};
+  return k * kBytesOfTile[static_cast<int>(format)] / 64;
+}
 constexpr int64_t BytesOfBlock(Format format, int64_t k) {
-  constexpr int64_t kBytesOfTile[] = {2048, 1024, 576, 640, 1088, 1152, 640, 960, 544, 1056, 1024};  // of 64 inputs
-  return k * kBytesOfTile[static_cast<int>(format)] / 64 + (HasFactors(format) || format == Format::kE4m3 ? kLine : 0);
+  const bool has_end = HasFactors(format) || format == Format::kE4m3;
+  return BytesOfTiles(format, k) + (has_end ? kLine : 0) + (HasMinima(format) ? kLine : 0);
 }
 
 struct PackedWeight {

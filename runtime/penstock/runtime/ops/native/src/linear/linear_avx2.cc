@@ -77,15 +77,16 @@ struct WideInt8 : WideFloats {
 
 // Codes of 8 bits are widened to int16, as int8 is. Products of codes of 4 bits are summed in int16: a sum has two
 // products of each of a group's eight lines and halves, at most 16 * 15 * 127.
-template <int kBits, bool kZeros>
+template <int kBits, LeastOf kLeastOf>
 struct WideCodes : WideFloats {
   using Sum = __m256i;
   using Operand = __m256i;
   static constexpr bool kByGroup = true;
   static constexpr int kParts = 2, kSteps = 2, kRows = 4, kPairedRows = 0, kWidth = 8;
-  static constexpr int kScaleLines = kZeros ? 2 : 1, kGroupLines = kBits == 4 ? 4 : 8;
-  static constexpr int kCodeLines = kGroupLines, kMiddle = kZeros ? 0 : 1 << (kBits - 1);
-  static constexpr LeastOf kLeast = kZeros ? LeastOf::kZeros : LeastOf::kNothing;
+  static constexpr LeastOf kLeast = kLeastOf;
+  static constexpr bool kIsCentred = kLeast == LeastOf::kNothing;
+  static constexpr int kScaleLines = kIsCentred ? 1 : 2, kGroupLines = kBits == 4 ? 4 : 8;
+  static constexpr int kCodeLines = kGroupLines, kMiddle = kIsCentred ? 1 << (kBits - 1) : 0;
   static constexpr Form kForm = kBits == 4 ? Form::kFour : Form::kHalves;
   template <int kStep>
   static Operand Weights(const char* group, int line, int part) {
@@ -102,13 +103,13 @@ struct WideCodes : WideFloats {
     }
     return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, word));
   }
-  static Sum Begin(const uint32_t* word) { return kZeros || kBits == 4 ? _mm256_setzero_si256() : Word(word); }
+  static Sum Begin(const uint32_t* word) { return !kIsCentred || kBits == 4 ? _mm256_setzero_si256() : Word(word); }
   static Floats Total(Sum sum, const uint32_t* word) {
     if (kBits == 8) {
       return _mm256_cvtepi32_ps(sum);
     }
     const __m256i wide = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-    return _mm256_cvtepi32_ps(kZeros ? wide : _mm256_add_epi32(wide, Word(word)));
+    return _mm256_cvtepi32_ps(kIsCentred ? _mm256_add_epi32(wide, Word(word)) : wide);
   }
   static Floats Scale(const char* tile, int group, int part) { return Halves(tile + group * kLine / 2, part); }
   static Floats Least(const char* tile, int group, int part) { return Halves(tile + kLine + group * kLine / 2, part); }
@@ -156,13 +157,42 @@ struct WideNested : WideFloats {
   }
 };
 
+// What stands in the table is multiplied as its size, unsigned, by x with its sign. Two such products, at most 2 * 127
+// * 127, fit into an int16.
+struct WideTable : WideFloats {
+  using Sum = __m256i;
+  using Operand = __m256i;
+  static constexpr bool kByGroup = true;
+  static constexpr int kParts = 2, kSteps = 2, kRows = 4, kPairedRows = 0, kWidth = 8;
+  static constexpr int kScaleLines = 1, kGroupLines = 4, kCodeLines = 4, kMiddle = 0;
+  static constexpr Form kForm = Form::kFour;
+  template <int kStep>
+  static Operand Weights(const char* group, int line, int part) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + line * kLine) + part);
+    const __m256i places = _mm256_and_si256(kStep == 0 ? codes : _mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), places);
+  }
+  static Operand Word(const uint32_t* x) { return _mm256_set1_epi32(static_cast<int>(*x)); }
+  static Sum Add(Sum sum, Operand weights, Operand word) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(word, weights));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  static Sum Begin(const uint32_t*) { return _mm256_setzero_si256(); }
+  static Floats Total(Sum sum, const uint32_t*) { return _mm256_cvtepi32_ps(sum); }
+  static Floats Scale(const char* tile, int group, int part) {
+    return Times(Halves(tile, part), Bytes(tile + kLine / 2 + group * kBlockOut, part));
+  }
+};
+
 struct Avx2 {
   using Bf16 = WideBf16;
   using Int8 = WideInt8;
-  template <int kBits, bool kZeros>
-  using Codes = WideCodes<kBits, kZeros>;
+  template <int kBits, LeastOf kLeast>
+  using Codes = WideCodes<kBits, kLeast>;
   template <int kBits>
   using Nested = WideNested<kBits>;
+  using Table = WideTable;
 };
 
 }  // namespace

@@ -8,10 +8,11 @@ namespace {
 struct Avx512 {
   using Bf16 = WideBf16;
   using Int8 = VnniInt8;
-  template <int kBits, bool kZeros>
-  using Codes = VnniCodes<kBits, kZeros>;
+  template <int kBits, LeastOf kLeast>
+  using Codes = VnniCodes<kBits, kLeast>;
   template <int kBits>
   using Nested = VnniNested<kBits>;
+  using Table = VnniTable;
 };
 
 }  // namespace

@@ -67,11 +67,12 @@ struct VnniInt8 : VnniByGroup {
   }
 };
 
-template <int kBits, bool kZeros>
+template <int kBits, LeastOf kLeastOf>
 struct VnniCodes : VnniByGroup {
-  static constexpr int kSteps = kBits == 4 ? 2 : 1, kScaleLines = kZeros ? 2 : 1, kGroupLines = kBits == 4 ? 4 : 8;
-  static constexpr int kCodeLines = kGroupLines, kMiddle = kZeros ? 0 : 1 << (kBits - 1);
-  static constexpr LeastOf kLeast = kZeros ? LeastOf::kZeros : LeastOf::kNothing;
+  static constexpr LeastOf kLeast = kLeastOf;
+  static constexpr bool kIsCentred = kLeast == LeastOf::kNothing;
+  static constexpr int kSteps = kBits == 4 ? 2 : 1, kScaleLines = kIsCentred ? 1 : 2, kGroupLines = kBits == 4 ? 4 : 8;
+  static constexpr int kCodeLines = kGroupLines, kMiddle = kIsCentred ? 1 << (kBits - 1) : 0;
   template <int kStep>
   static Operand Weights(const char* group, int line, int) {
     const __m512i codes = _mm512_loadu_si512(group + line * kLine);
@@ -80,7 +81,7 @@ struct VnniCodes : VnniByGroup {
     }
     return _mm512_and_si512(kStep == 0 ? codes : _mm512_srli_epi32(codes, 4), _mm512_set1_epi32(0x0f0f0f0f));
   }
-  static Sum Begin(const uint32_t* word) { return kZeros ? Sum{} : VnniByGroup::Begin(word); }
+  static Sum Begin(const uint32_t* word) { return kIsCentred ? VnniByGroup::Begin(word) : Sum{}; }
   static Floats Scale(const char* tile, int group, int) { return Halves(tile + group * kLine / 2); }
   static Floats Least(const char* tile, int group, int) { return Halves(tile + kLine + group * kLine / 2); }
 };
@@ -111,6 +112,24 @@ struct VnniNested : VnniByGroup {
   static Floats Least(const char* tile, int group, int part) {
     const Floats minimum = Times(Halves(tile + kLine / 2), Bytes(tile + kLine + (kGroups + group) * kBlockOut));
     return kBits == 4 ? minimum : PlusProduct(minimum, Scale(tile, group, part), _mm512_set1_ps(32.0f));
+  }
+};
+
+// What stands in the table is multiplied as an unsigned number from 1 to 241, 128 more than it is.
+struct VnniTable : VnniByGroup {
+  static constexpr int kSteps = 2, kScaleLines = 1, kGroupLines = 4, kCodeLines = 4, kMiddle = 128;
+  template <int kStep>
+  static Operand Weights(const char* group, int line, int) {
+    const __m512i codes = _mm512_loadu_si512(group + line * kLine);
+    const __m512i places =
+        _mm512_and_si512(kStep == 0 ? codes : _mm512_srli_epi32(codes, 4), _mm512_set1_epi32(0x0f0f0f0f));
+    const __m512i table =
+        _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable))),
+                         _mm512_set1_epi32(static_cast<int>(0x80808080)));
+    return _mm512_shuffle_epi8(table, places);
+  }
+  static Floats Scale(const char* tile, int group, int) {
+    return Times(Halves(tile), Bytes(tile + kLine / 2 + group * kBlockOut));
   }
 };
 

@@ -26,10 +26,11 @@ struct PairBf16 {
 struct Avx512Bf16 {
   using Bf16 = PairBf16;
   using Int8 = VnniInt8;
-  template <int kBits, bool kZeros>
-  using Codes = VnniCodes<kBits, kZeros>;
+  template <int kBits, LeastOf kLeast>
+  using Codes = VnniCodes<kBits, kLeast>;
   template <int kBits>
   using Nested = VnniNested<kBits>;
+  using Table = VnniTable;
 };
 
 }  // namespace

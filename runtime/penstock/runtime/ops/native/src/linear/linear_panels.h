@@ -16,6 +16,9 @@ enum class Form { kFloat, kPair, kHalves, kFour };
 // before the scale; or that sum times a minimum, behind the scale.
 enum class LeastOf { kNothing, kZeros, kMinima };
 
+// What codes that are places in a table stand for, as ops/codes.py says.
+alignas(16) constexpr int8_t kTable[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
 constexpr int64_t Words(Form form, int64_t k) { return form == Form::kFloat ? k : form == Form::kFour ? k / 4 : k / 2; }
 
 // The words of a panel that follow those of all rows, where rows are quantised by group: for each group of the weight

@@ -1,5 +1,5 @@
 // Linear layers on vector registers, for any instruction set described by a traits class V whose members Bf16, Int8,
-// Codes<bits, zeros> and Nested<bits> say how words (32 bits) of weights and of x are multiplied:
+// Codes<bits, least>, Nested<bits> and Table say how words (32 bits) of weights and of x are multiplied:
 //   Sum             a register of float32 or int32 sums; kWidth of them
 //   kParts          registers for the 16 outputs of a tile's row
 //   kSteps          products to a tile's row: each takes one word of every row of x
@@ -250,17 +250,23 @@ struct VectorLinear {
       case Format::kInt8:
         return run(Multiplier<typename V::Int8>());
       case Format::kCodes4:
-        return run(Multiplier<typename V::template Codes<4, false>>());
+        return run(Multiplier<typename V::template Codes<4, LeastOf::kNothing>>());
       case Format::kCodes4Zeros:
-        return run(Multiplier<typename V::template Codes<4, true>>());
+        return run(Multiplier<typename V::template Codes<4, LeastOf::kZeros>>());
       case Format::kCodes8:
-        return run(Multiplier<typename V::template Codes<8, false>>());
+        return run(Multiplier<typename V::template Codes<8, LeastOf::kNothing>>());
       case Format::kCodes8Zeros:
-        return run(Multiplier<typename V::template Codes<8, true>>());
+        return run(Multiplier<typename V::template Codes<8, LeastOf::kZeros>>());
+      case Format::kCodes4Minima:
+        return run(Multiplier<typename V::template Codes<4, LeastOf::kMinima>>());
+      case Format::kCodes8Minima:
+        return run(Multiplier<typename V::template Codes<8, LeastOf::kMinima>>());
       case Format::kNested4:
         return run(Multiplier<typename V::template Nested<4>>());
       case Format::kNested6:
         return run(Multiplier<typename V::template Nested<6>>());
+      case Format::kTable4:
+        return run(Multiplier<typename V::Table>());
     }
     __builtin_unreachable();
   }
@@ -360,7 +366,7 @@ struct VectorLinear {
         if (job.format == Format::kInt8) {
           MultiplyByFactors(job.weights[weight[i]].scale + block[i] * kBlockOut, rows, sums[i]);
         } else if (HasFactors(job.format)) {
-          const char* factors = tiles[i] + job.BlockBytes() - kLine;
+          const char* factors = tiles[i] + BytesOfTiles(job.format, job.k);
           MultiplyByFactors(reinterpret_cast<const float*>(factors), rows, sums[i]);
         }
       }
