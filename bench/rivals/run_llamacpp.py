@@ -1,7 +1,12 @@
 """Measures llama.cpp through llama-cpp-python, on a GGUF file: --checkpoint is that file.
 
-One request runs at a time, with greedy sampling by llama.cpp's own sampler, and without a prefix cache: each
-request begins with an empty cache. Workloads with several requests at once cannot be run this way.
+One request runs at a time, with llama.cpp's own greedy sampler, and without a prefix cache: each request
+begins with an empty cache. Workloads with several requests at once cannot be run this way.
+
+On an Intel Xeon with AMX, release 0.3.36 ended with an illegal instruction in llama.cpp's code for AMX. There
+`--set use_extra_bufts=false` keeps it from that code, and from repacked weights; a build without AMX does
+without the former alone: `CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON
+-DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"` before the first run.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
@@ -17,14 +22,20 @@ import llama_cpp
 from bench.rivals.stepped import run
 from bench.workloads import Job
 
+_THREADS = len(os.sched_getaffinity(0))
 OPTIONS: dict[str, Any] = {
     "n_ctx": 2304,
     "n_batch": 512,
     "n_ubatch": 512,
-    "n_threads": len(os.sched_getaffinity(0)),
-    "n_threads_batch": len(os.sched_getaffinity(0)),
+    "n_threads": _THREADS,
+    "n_threads_batch": _THREADS,
+    "use_extra_bufts": True,
 }
-"""Arguments of `llama_cpp.Llama`."""
+"""Fields of llama_model_params and llama_context_params."""
+
+
+_SILENT = llama_cpp.llama_log_callback(lambda level, text, data: None)
+"""Takes llama.cpp's log, of which there are hundreds of lines."""
 
 
 @dataclass(slots=True)
@@ -34,29 +45,50 @@ class _Running:
     number: int
     left: int
     """How many of its tokens are still to be made."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
     """What the model reads next: the prompt, and then the token that it made last."""
 
 
 class LlamaCpp:
     def __init__(self, checkpoint: str, options: Mapping[str, Any]) -> None:
-        self._llama = llama_cpp.Llama(checkpoint, verbose=False, **options)
+        of_model, of_context = (
+            llama_cpp.llama_model_default_params(),
+            llama_cpp.llama_context_default_params(),
+        )
+        for name, value in options.items():
+            fields = next((each for each in (of_model, of_context) if hasattr(each, name)), None)
+            if fields is None:
+                raise ValueError(f"--set {name}: no field of llama_model_params or llama_context_params")
+            setattr(fields, name, value)
+        llama_cpp.llama_log_set(_SILENT, None)
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(checkpoint.encode(), of_model)
+        if not self._model:
+            raise ValueError(f"llama.cpp does not load {checkpoint}")
+        self._context = llama_cpp.llama_init_from_model(self._model, of_context)
         self._greedy = llama_cpp.llama_sampler_init_greedy()
+        self._at_once: int = of_context.n_batch
         self._running: _Running | None = None
 
     def add(self, number: int, job: Job) -> None:
         if self._running is not None:
             self._running = None  # the workload ends here, and the next one begins afresh
             raise ValueError("llama.cpp runs one request at a time here: take W1, W3, L1 or C1")
-        self._llama.reset()
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         self._running = _Running(number, job.max_tokens, list(job.token_ids))
 
     def step(self) -> dict[int, int]:
         running = self._running
         if running is None:
             return {}
-        self._llama.eval(running.tokens)
-        running.tokens = [llama_cpp.llama_sampler_sample(self._greedy, self._llama.ctx, -1)]
+        for begin in range(0, len(running.tokens), self._at_once):
+            part = running.tokens[begin : begin + self._at_once]
+            tokens = (llama_cpp.llama_token * len(part))(*part)  # a batch has only its address
+            if code := llama_cpp.llama_decode(
+                self._context, llama_cpp.llama_batch_get_one(tokens, len(part))
+            ):
+                raise ValueError(f"llama_decode returned {code}")
+        running.tokens = [llama_cpp.llama_sampler_sample(self._greedy, self._context, -1)]
         running.left -= 1
         if not running.left:
             self._running = None
