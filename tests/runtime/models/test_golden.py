@@ -71,10 +71,10 @@ def test_int8_changes_each_row_of_a_weight_alone(golden_root, make_sequence, nam
     leaves = dict(zip(params.leaf_shapes(config), params.state_to_leaves(exact), strict=True))
     for path, shape in params.leaf_shapes(config, linear=int8).items():
         if shape.dtype == np.int8:
-            wide = np.asarray(leaves[path], np.float64)
-            step = np.abs(wide).max(axis=-1, keepdims=True) / 127
+            weight = np.asarray(leaves[path])
+            step = np.abs(weight).max(axis=-1, keepdims=True) / np.float32(127)
             step[step == 0] = 1
-            leaves[path] = jnp.asarray(np.rint(wide / step) * step, jnp.float32)
+            leaves[path] = jnp.asarray(np.rint(weight / step) * step)
     expected = make_sequence(config, params.state_of(config, leaves)).feed(prompt)
     quantised = load_weights(directory, config, linear=int8, progress=False)
     got = make_sequence(config, quantised, linear=int8).feed(prompt)
