@@ -120,20 +120,24 @@ def test_one_that_fills_its_place_is_kept_as_the_device_takes_it() -> None:
         assert whole.ctypes.data % 64 == 0  # XLA copies other arrays
 
 
-def test_b_lies_in_blocks_of_16_outputs_where_native_kernels_read_it() -> None:
-    place, name = AdapterPlace(0, 3, (16, 32), in_blocks=True), "model.layers.0.self_attn.q_proj"
+def test_matrices_are_packed_where_native_kernels_read_them() -> None:
+    """The rank is odd, and smaller than the place has room for."""
+    place, name = AdapterPlace(0, 4, (16, 32), packed=True), "model.layers.0.self_attn.q_proj"
     outputs = list(range(48, 16, -1))
-    layers = {name: AdaptedLayer(3, 64, (part(place, 1, outputs),))}
+    layers = {name: AdaptedLayer(4, 64, (part(place, 1, outputs),))}
     model = dataclasses.replace(MODEL, layers=layers, sizes=AdapterSizes(place.size, place.size))
-    b = np.arange(128, dtype=np.float32).reshape(64, 2)
-    tensors = {f"{Q}.lora_A.weight": A, f"{Q}.lora_B.weight": b}
-    values = AdapterReader(model, RANK).read(sent(CONFIG, tensors)).values.whole()
-    blocks = values[place.b_at(1) * RANK :].reshape(2, RANK, 16)
-    for number, block in enumerate(blocks):
-        wanted = [2 * b[output] for output in outputs[16 * number : 16 * number + 16]]
-        np.testing.assert_array_equal(block[:2].T, wanted)
-        assert not block[2:].any()
-    np.testing.assert_array_equal(values[place.a_at(1) * RANK :][: 3 * RANK].reshape(3, RANK)[:, :2], A.T)
+    a = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
+    b = np.arange(192, dtype=np.float32).reshape(64, 3)
+    tensors = {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
+    values = AdapterReader(model, RANK).read(sent({"r": 3, "lora_alpha": 6}, tensors)).values.whole()
+    packed_a = values[place.a_at(1) * RANK :][: 4 * RANK].reshape(2, RANK, 2)
+    packed_b = values[place.b_at(1) * RANK :].reshape(2, RANK // 2, 16, 2)
+    for rank in range(RANK):
+        for number in range(4):
+            assert packed_a[number // 2, rank, number % 2] == (a[rank, number] if rank < 3 else 0)
+        for number, output in enumerate(outputs):
+            own = packed_b[number // 16, rank // 2, number % 16, rank % 2]
+            assert own == (2 * b[output, rank] if rank < 3 else 0)
 
 
 @pytest.mark.parametrize(

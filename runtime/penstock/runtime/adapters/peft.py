@@ -380,12 +380,31 @@ class AdapterReader:
                     own, begin, width = matrix[piece.outputs], place.b_at(part), place.parts[part]
                 else:
                     own, begin, width = matrix[:, piece.inputs], place.a_at(part), rank
-                if is_b and place.in_blocks:
-                    blocks = own.reshape(-1, BLOCK_OUT, own.shape[1]).transpose(0, 2, 1)
-                    kept, width = np.array(blocks, order="C").reshape(len(blocks), -1), rank * BLOCK_OUT
+                if place.packed:
+                    kept = _packed_b(own) if is_b else _packed_a(own)
+                    width = rank * (BLOCK_OUT if is_b else 2)
                 else:
                     kept = np.array(own.T, order="C")  # a copy: the tensor may be the caller's
                 yield AdapterBlock(piece.device, begin * rank, width, kept.view(dtype))
+
+
+def _packed_a(matrix: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Pack A [rank, in] for native kernels: a row for two inputs, with the pairs of each rank."""
+    return np.array(_pairs(matrix).T, order="C").view(matrix.dtype)
+
+
+def _packed_b(matrix: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Pack B [out, rank] for native kernels: a row for each block of outputs, with their pairs of each two
+    ranks.
+    """
+    even = np.pad(matrix, ((0, 0), (0, 1))) if matrix.shape[1] % 2 else matrix
+    blocks = _pairs(even).reshape(-1, BLOCK_OUT, even.shape[1] // 2).transpose(0, 2, 1)
+    return np.array(blocks, order="C").reshape(len(blocks), -1).view(matrix.dtype)
+
+
+def _pairs(matrix: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Return integers that are pairs of neighbours in a row: numpy moves these faster than two numbers."""
+    return np.ascontiguousarray(matrix).view(f"u{2 * matrix.dtype.itemsize}")
 
 
 def _scaled(

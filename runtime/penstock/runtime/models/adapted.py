@@ -40,10 +40,10 @@ def place_adapters(layers: Iterable[nnx.Module]) -> AdapterSizes:
     size, of_experts = 0, list[StackedLinear]()
 
     def take(
-        in_size: int, parts: Iterable[int], num_experts: int = 1, *, in_blocks: bool = False
+        in_size: int, parts: Iterable[int], num_experts: int = 1, *, packed: bool = False
     ) -> AdapterPlace:
         nonlocal size
-        place = AdapterPlace(size, in_size, tuple(parts), num_experts, in_blocks)
+        place = AdapterPlace(size, in_size, tuple(parts), num_experts, packed)
         size += place.size
         return place
 
@@ -54,12 +54,12 @@ def place_adapters(layers: Iterable[nnx.Module]) -> AdapterSizes:
                 if module.is_shared:  # it is small, as other layers are
                     for each in stacked:
                         sizes = dict(each.parts).values()
-                        each.adapter_at = take(each.in_size, sizes, in_blocks=each.form.packed)
+                        each.adapter_at = take(each.in_size, sizes, packed=each.form.packed)
                 elif not module.config.weigh_input:  # PEFT's releases disagree on the inputs of Llama 4's
                     of_experts += stacked
             if isinstance(module, Linear) and not isinstance(module, Embedding):
                 sizes = dict(module.parts).values()
-                module.adapter_at = take(module.in_size, sizes, in_blocks=module.packed)
+                module.adapter_at = take(module.in_size, sizes, packed=module.packed)
             elif isinstance(module, LatentAttention):
                 config = module.config
                 outputs = config.num_heads * (config.nope_dim + config.value_dim)
@@ -68,7 +68,7 @@ def place_adapters(layers: Iterable[nnx.Module]) -> AdapterSizes:
     without_experts = size
     for each in of_experts:
         sizes = dict(each.parts).values()
-        each.adapter_at = take(each.in_size, sizes, each.num_experts, in_blocks=each.form.packed)
+        each.adapter_at = take(each.in_size, sizes, each.num_experts, packed=each.form.packed)
     return AdapterSizes(without_experts, size)
 
 

@@ -3,8 +3,9 @@
 All adapters that can be used lie in one array, the pool: a row for each slot, and slot 0 stands for no
 adapter. A layer has the same place in every row, and one of which each expert has one has as many places.
 There it has, for each of its parts, the matrix A as [in, rank] and the matrix B, times the adapter's scaling,
-as [rank, out]; the parts' As come first. Where native kernels compute the layer, B is [out / 16, rank, 16].
-Smaller ranks are filled up with zeros. Each token has a slot, so any mix of adapters is one program.
+as [rank, out]; the parts' As come first. Where native kernels compute the layer, the
+matrices are packed: A is [in / 2, rank, 2], and B is [out / 16, rank / 2, 16, 2]. Smaller ranks are filled up
+with zeros. Each token has a slot, so any mix of adapters is one program.
 
 The products are written as sums over gathered matrices, so a token's result depends on its own slot alone.
 
@@ -41,8 +42,8 @@ class AdapterPlace:
     """Numbers of outputs of the parts, which lie side by side."""
     num_experts: int = 1
     """How many experts have such a layer. Their matrices lie one behind the other."""
-    in_blocks: bool = False
-    """Whether B is [out / 16, rank, 16], as native kernels read it, and not [rank, out]."""
+    packed: bool = False
+    """Whether the matrices lie as native kernels read them."""
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from tests.support.native.codes import code_leaf
 from tests.support.native.kernels import kernel_params, running
 
 BF16 = ml_dtypes.bfloat16
-PLACE = AdapterPlace(3, 64, (48, 16, 560), in_blocks=True)
+PLACE = AdapterPlace(3, 64, (48, 16, 560), packed=True)
 """It does not begin where the pool does; its parts have even and odd numbers of blocks."""
 SLOTS = np.array([2, 0, 1, 2, *[3] * 11, 2, 2, 0, 1, 2, 3], np.int32)
 """Neighbours of one slot, more than are computed together, and rows without an adapter. The last is padding.
@@ -53,12 +53,13 @@ def added(x: np.ndarray, adapters: LinearAdapters) -> np.ndarray:
         at, column = place.begin * rows.rank, 0
         smalls = []
         for _ in place.parts:
-            a = pool[slot, at : at + place.in_size * rows.rank].reshape(place.in_size, rows.rank)
+            a = pool[slot, at : at + place.in_size * rows.rank].reshape(-1, rows.rank, 2)
+            a = a.transpose(0, 2, 1).reshape(place.in_size, rows.rank)
             smalls.append(x[row].astype(np.float64) @ a)
             at += a.size
         for small, size in zip(smalls, place.parts, strict=True):
-            b = pool[slot, at : at + rows.rank * size].reshape(size // 16, rows.rank, 16)
-            out[row, column : column + size] = small @ b.transpose(1, 0, 2).reshape(rows.rank, size)
+            b = pool[slot, at : at + rows.rank * size].reshape(size // 16, rows.rank // 2, 16, 2)
+            out[row, column : column + size] = small @ b.transpose(1, 3, 0, 2).reshape(rows.rank, size)
             at, column = at + b.size, column + size
     return np.where(np.asarray(rows.slots)[: len(x), None] > 0, out, 0)
 
@@ -153,7 +154,7 @@ def test_what_is_added_joins_the_product_of_its_row_alone(kind: str, epilogue: s
     x, weight, (options, made_of) = draw(8, 40, 64), packed(kind), EPILOGUES[epilogue]
     slots = (np.arange(40) % 3 == 1).astype(np.int32)
     parts = (32, 32) if epilogue == "gated" else (16, 48)
-    adapters = adapters_of(16, slots, AdapterPlace(1, 64, parts, in_blocks=True))
+    adapters = adapters_of(16, slots, AdapterPlace(1, 64, parts, packed=True))
     given = {"num_rows": jnp.int32(num_rows)}
     plain = np.asarray(linear(jnp.asarray(x), (weight,), **given, **options))[:num_rows]
     got = np.asarray(linear(jnp.asarray(x), (weight,), **given, **options, adapters=adapters))[:num_rows]
@@ -176,12 +177,12 @@ def test_sizes_that_the_kernel_cannot_have_are_refused() -> None:
         rows = AdapterRows(jnp.zeros((2, rank * units), jnp.bfloat16), jnp.ones((1,), jnp.int32), rank)
         return linear(x, (weight,), num_rows=jnp.int32(1), adapters=LinearAdapters(rows, place))
 
-    place = AdapterPlace(0, 64, (16,), in_blocks=True)
+    place = AdapterPlace(0, 64, (16,), packed=True)
     jax.block_until_ready(product(16, 80, place))
     with pytest.raises(ValueError, match="multiples of 16"):
         product(8, 80, place)
-    with pytest.raises(ValueError, match="in blocks"):
+    with pytest.raises(ValueError, match="must be packed"):
         product(16, 80, AdapterPlace(0, 64, (16,)))
     for units, parts in ((79, (16,)), (200, (32,)), (200, (16, 16))):
         with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit the layer"):
-            jax.block_until_ready(product(16, units, AdapterPlace(0, 64, parts, in_blocks=True)))
+            jax.block_until_ready(product(16, units, AdapterPlace(0, 64, parts, packed=True)))

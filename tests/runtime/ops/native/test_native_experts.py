@@ -144,11 +144,12 @@ def low_rank(rows: AdapterRows, place: AdapterPlace, row: int, expert: int, give
     begin = (place.begin + expert * of_expert) * rows.rank
     values = wide(rows.pool)[slot, begin : begin + of_expert * rows.rank]
     a, b = np.split(values, [len(place.parts) * inputs * rows.rank])
-    smalls = [given @ each for each in a.reshape(len(place.parts), inputs, rows.rank)]
+    each_a = a.reshape(len(place.parts), inputs // 2, rows.rank, 2).transpose(0, 1, 3, 2)
+    smalls = [given @ each.reshape(inputs, rows.rank) for each in each_a]
     each_b = np.split(b, np.cumsum(place.parts)[:-1] * rows.rank)
     return np.concatenate(
         [
-            (small @ each.reshape(-1, rows.rank, 16)).ravel()
+            small @ each.reshape(-1, rows.rank // 2, 16, 2).transpose(1, 3, 0, 2).reshape(rows.rank, -1)
             for small, each in zip(smalls, each_b, strict=True)
         ]
     )
@@ -156,8 +157,8 @@ def low_rank(rows: AdapterRows, place: AdapterPlace, row: int, expert: int, give
 
 def adapters_of(slots: np.ndarray) -> ExpertAdapters:
     """Random adapters of all experts in slots 1 and 2, and zeros in slot 0."""
-    gate_up = AdapterPlace(5, HIDDEN, (INNER, INNER), EXPERTS, in_blocks=True)
-    down = AdapterPlace(5 + gate_up.size, INNER, (HIDDEN,), EXPERTS, in_blocks=True)
+    gate_up = AdapterPlace(5, HIDDEN, (INNER, INNER), EXPERTS, packed=True)
+    down = AdapterPlace(5 + gate_up.size, INNER, (HIDDEN,), EXPERTS, packed=True)
     pool = draw(np.random.default_rng(30), 3, 16 * (down.begin + down.size + 2), scale=0.1)
     pool[0] = 0
     return ExpertAdapters(AdapterRows(jnp.asarray(pool), jnp.asarray(slots), 16), gate_up, down)

@@ -165,7 +165,7 @@ def linear(
 
     adapters: what is added to the products of rows that have one, before anything else is done with them; the
     others have the very same bits as without it. Their place has the outputs of all weights, and is
-    `in_blocks`.
+    `packed`.
 
     num_rows int32 []: rows from this one on are padding, which costs nothing, and whose results are
     undefined.
@@ -198,8 +198,8 @@ def linear(
     adapter: list[int] = []
     if adapters is not None:
         rows, place = adapters
-        if not place.in_blocks or any(size % BLOCK_OUT for size in (rows.rank, place.in_size, *place.parts)):
-            raise ValueError("adapters: rank, inputs and outputs must be multiples of 16, and B in blocks")
+        if not place.packed or any(size % BLOCK_OUT for size in (rows.rank, place.in_size, *place.parts)):
+            raise ValueError("adapters: must be packed; rank, inputs, outputs must be multiples of 16")
         operands += [rows.slots, rows.pool]
         adapter = [rows.rank, place.begin * rows.rank, *place.parts]
     widths = [weight.tiles.shape[0] * BLOCK_OUT for weight in weights]

@@ -17,8 +17,9 @@ constexpr int64_t kRowsTogether = 8;
 // their values in the same few places of the first-level cache.
 constexpr int64_t WideStride(int64_t k) { return k + 16; }
 
-// The sizes of a layer. Its matrices lie one behind the other: A of each part, bf16 [k, rank], and then B of each part,
-// bf16 [outputs / 16, rank, 16], so that the products with 16 outputs read neighbours.
+// The sizes of a layer. Its matrices lie one behind the other: A of each part, bf16 [k / 2, rank, 2], then B of each
+// part, bf16 [outputs / 16, rank / 2, 16, 2]. So the products with 16 outputs read neighbours, and two bf16 that lie in
+// the halves of a word become float32 by one instruction each.
 struct AdapterSizes {
   int64_t k, rank;
   std::vector<int64_t> parts;  // numbers of outputs, which lie side by side in y

@@ -47,11 +47,12 @@ inline void MultiplyRows(const AdaptedGroup& group, int64_t row, int64_t k, int6
       }
     }
     for (int64_t i = 0; i < k; i += kSums) {
-      __builtin_prefetch(reinterpret_cast<const char*>(a + i * rank + r) + kBytesAhead);
+      __builtin_prefetch(reinterpret_cast<const char*>(a + i * rank + 2 * r) + kBytesAhead);
+      Lanes values[kSums];
+      LoadPairs(a + i * rank + 2 * r, &values[0], &values[1]);
       for (int64_t s = 0; s < kSums; ++s) {
-        const Lanes values = LoadBf16(a + (i + s) * rank + r);
         for (int n = 0; n < N; ++n) {
-          sums[n][s] = MulAdd(Fill(wide[n * stride + i + s]), values, sums[n][s]);
+          sums[n][s] = MulAdd(Fill(wide[n * stride + i + s]), values[s], sums[n][s]);
         }
       }
     }

@@ -14,6 +14,7 @@
 //   StoreInt8            rounds to the nearest integer, ties to even; no lane is larger than 127 in size; NaN becomes 0
 //   StoreInt16           the same, where no lane is larger than 32,767; NaN becomes any number
 //   LoadBf16, StoreBf16  from and to bf16 [16]; storing rounds to nearest, ties to even, and NaN stays NaN
+//   LoadPairs            from bf16 [16][2]: the first and the second of each pair
 //   LoadE4m3             from float8 (E4M3) [16], 256 times smaller than they are
 //   RoundToBf16          rounds like StoreBf16, and stays float32
 //   Exp                  e^x to about 2 ulp (Cephes' polynomial) for x in [-87, 88], which others are clipped to

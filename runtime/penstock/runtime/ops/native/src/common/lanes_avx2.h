@@ -84,6 +84,14 @@ inline Lanes LoadBf16(const uint16_t* from) {
   return {WidenBf16(_mm_loadu_si128(halves)), WidenBf16(_mm_loadu_si128(halves + 1))};
 }
 
+inline void LoadPairs(const uint16_t* from, Lanes* first, Lanes* second) {
+  const auto* halves = reinterpret_cast<const __m256i*>(from);
+  const __m256i low = _mm256_loadu_si256(halves), high = _mm256_loadu_si256(halves + 1);
+  const __m256i upper = _mm256_set1_epi32(-65536);
+  *first = {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+  *second = {_mm256_castsi256_ps(_mm256_and_si256(low, upper)), _mm256_castsi256_ps(_mm256_and_si256(high, upper))};
+}
+
 // A code of E4M3, moved by 7 bits, is a float16 with the same sign and mantissa, whose exponent counts from 15 and not
 // from 7. Conversion from float16 also takes numbers that are smaller than the normal ones.
 inline Lanes LoadE4m3(const uint8_t* from) {

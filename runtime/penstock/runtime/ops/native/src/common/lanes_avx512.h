@@ -57,6 +57,12 @@ inline Lanes LoadBf16(const uint16_t* from) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 
+inline void LoadPairs(const uint16_t* from, Lanes* first, Lanes* second) {
+  const __m512i pairs = _mm512_loadu_si512(from);
+  *first = {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))};
+  *second = {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)))};
+}
+
 // See lanes_avx2.h.
 inline Lanes LoadE4m3(const uint8_t* from) {
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));

@@ -44,10 +44,13 @@ inline void AddProductsWithB(const AdaptedRow* rows, const uint16_t* b, int64_t 
   for (int n = 0; n < N; ++n) {
     added[n] = Fill(0.0f);
   }
-  for (int64_t r = 0; r < rank; ++r) {
-    const Lanes values = LoadBf16(b + r * kBlockOut);
-    for (int n = 0; n < N; ++n) {
-      added[n] = MulAdd(Fill(rows[n].small[at + r]), values, added[n]);
+  for (int64_t r = 0; r < rank; r += 2) {
+    Lanes values[2];
+    LoadPairs(b + r * kBlockOut, &values[0], &values[1]);
+    for (int64_t i = 0; i < 2; ++i) {
+      for (int n = 0; n < N; ++n) {
+        added[n] = MulAdd(Fill(rows[n].small[at + r + i]), values[i], added[n]);
+      }
     }
   }
   for (int n = 0; n < N; ++n) {
