@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime as dt
 import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -57,9 +56,7 @@ from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import (
     InFlightPolicy,
     Observer,
-    Paused,
     Sink,
-    WeightsVersion,
 )
 from penstock.runtime.loop.journal import Journal
 from penstock.runtime.machine import host_memory
@@ -331,15 +328,6 @@ class Engine(EngineCore):
         return self._grammars.get()
 
     @property
-    def weights_since(self) -> dt.datetime:
-        """When they went live, in UTC."""
-        return self.changes.weights_since
-
-    def version_of(self, generation: int) -> WeightsVersion:
-        """Return the version of a generation of weights; the label of one long gone is empty."""
-        return self.changes.version_of(generation)
-
-    @property
     def compiles_after_warmup(self) -> int:
         """XLA compilations by the engine thread since `start`; anything but 0 is a bug."""
         return self.runner.compiles_after_warmup.count
@@ -418,33 +406,6 @@ class Engine(EngineCore):
         if self._meters is None:
             raise ConfigError("metrics: the engine was made without them")
         return self._meters.metrics(flush=flush)
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the engine is paused; waits for nothing."""
-        return self.changes.is_paused
-
-    def pause(
-        self,
-        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
-        *,
-        drain_timeout_s: float | None = None,
-        free_kv_cache: bool = False,
-        offload_weights: bool = False,
-    ) -> Future[Paused]:
-        """Stop making tokens until `resume`, and free memory of the device if asked to; see `Changes.pause`
-        for the errors that the future may hold. New requests queue up, and weights can be updated meanwhile.
-        """
-        return self.changes.pause(
-            in_flight,
-            drain_timeout_s=drain_timeout_s,
-            free_kv_cache=free_kv_cache,
-            offload_weights=offload_weights,
-        )
-
-    def resume(self) -> Future[None]:
-        """Go on after a pause, with what it has freed restored; see `Changes.resume`."""
-        return self.changes.resume()
 
     def update_weights(
         self,

@@ -11,8 +11,10 @@ whichever thread decided it, goes through `Delivery` and is handed over by the e
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from penstock.runtime.errors import Draining, EngineFailure, WeightsTooOld
@@ -20,7 +22,9 @@ from penstock.runtime.loop.changes import BetweenSteps, Changes, refuse
 from penstock.runtime.loop.guard import Annotate, Guard, Life, StepWatch, unannotated
 from penstock.runtime.loop.interface import (
     AbortOutcome,
+    InFlightPolicy,
     Observer,
+    Paused,
     Pulse,
     Runner,
     Sink,
@@ -148,6 +152,15 @@ class EngineCore:
     def weights(self) -> WeightsVersion:
         """The weights that serve now."""
         return self.changes.weights
+
+    @property
+    def weights_since(self) -> dt.datetime:
+        """When they went live, in UTC."""
+        return self.changes.weights_since
+
+    def version_of(self, generation: int) -> WeightsVersion:
+        """Return the version of a generation of weights; the label of one long gone is empty."""
+        return self.changes.version_of(generation)
 
     def load(self) -> Load:
         """Take a consistent snapshot of how busy the engine is. A dead engine has no load."""
@@ -293,6 +306,35 @@ class EngineCore:
             self._life.check_alive()
             self._requests.drop_cancelled()
             return self._scheduler.flush_prefix_cache()
+
+    # -- pauses --
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused; waits for nothing."""
+        return self.changes.is_paused
+
+    def pause(
+        self,
+        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
+        *,
+        drain_timeout_s: float | None = None,
+        free_kv_cache: bool = False,
+        offload_weights: bool = False,
+    ) -> Future[Paused]:
+        """Stop making tokens until `resume`, and free memory of the device if asked to; see `Changes.pause`
+        for the errors that the future may hold. New requests queue up, and weights can be updated meanwhile.
+        """
+        return self.changes.pause(
+            in_flight,
+            drain_timeout_s=drain_timeout_s,
+            free_kv_cache=free_kv_cache,
+            offload_weights=offload_weights,
+        )
+
+    def resume(self) -> Future[None]:
+        """Go on after a pause, with what it has freed restored; see `Changes.resume`."""
+        return self.changes.resume()
 
     # -- life --
 
