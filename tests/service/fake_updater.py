@@ -8,12 +8,12 @@ nothing may be missing, and there is one update at a time. `events` tells what w
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import google_crc32c
 
@@ -27,10 +27,10 @@ from penstock.runtime.errors import (
     Violation,
     WeightsIncomplete,
 )
-from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport, WeightsVersion
+from penstock.runtime.loop.core import EngineCore
+from penstock.runtime.loop.interface import Applied, InFlightPolicy, InFlightReport
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
-from tests.service.fake_changes import Make
 from tests.support.models.byte_text import VOCAB
 
 TENSORS = {
@@ -47,24 +47,10 @@ def num_bytes(sent: SentTensor) -> int:
     return size
 
 
-class Engine(Protocol):
-    """The part of the fake engine that updates need."""
-
-    weights_problem: str | None
-    is_held: bool
-
-    @property
-    def weights(self) -> WeightsVersion: ...
-    def change(self, policy: InFlightPolicy, make: Make, timeout_s: float | None = None) -> Future[Any]: ...
-    def go_live(self, label: str) -> None: ...
-    def break_weights(self, why: str) -> None: ...
-    def mend(self) -> None: ...
-
-
 class FakeUpdater:
     """See the module's docstring."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.serving: dict[str, bytes] = {}
         self.digest = b""
@@ -82,6 +68,10 @@ class FakeUpdater:
     def staged_update_id(self) -> str:
         staged = self._staged
         return "" if staged is None else staged.options.update_id
+
+    def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        dtypes = {"BF16": "bfloat16", "F32": "float32"}
+        return [(name, dtypes[tensor.dtype], tensor.shape) for name, tensor in TENSORS.items()]
 
     def already_committed(self, update_id: str) -> UpdateReport | None:
         weights = self.engine.weights
@@ -116,13 +106,19 @@ class FakeUpdater:
             if self._open is not None:
                 raise UpdateUnderWay(self._open.options.update_id, staged=self._open is self._staged)
             self._open = upload
-        self.options.append(upload.options)
+        options = upload.options
+        self.options.append(options)
+        if options.staging is Staging.IN_PLACE:
+            upload.hold = self.engine.changes.hold_for_update(
+                options.in_flight, drain_timeout_s=options.drain_timeout_s, whole=not options.partial
+            )
         assert self.waits.wait(60)
         return upload
 
     def _check(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> None:
-        if self.engine.weights_problem is not None and options.partial:
-            raise WeightsIncomplete(self.engine.weights_problem)
+        problem = self.engine.changes.weights_problem
+        if problem is not None and options.partial:
+            raise WeightsIncomplete(problem)
         self.check_generation(options)
         problems = []
         for tensor in sent:
@@ -172,22 +168,37 @@ class FakeUpdater:
     def go_live(
         self, upload: FakeUpload, policy: InFlightPolicy, timeout_s: float | None
     ) -> Future[UpdateReport]:
-        previous = self.engine.weights
+        options = upload.options
 
-        def make(in_flight: InFlightReport) -> UpdateReport:
-            self.check_generation(upload.options)
+        def install() -> None:
+            self.check_generation(options)
             self.serving = self.serving | upload.tensors
             self.digest = upload.digest
-            self.engine.go_live(upload.options.label)
+
+        def committed(applied: Applied) -> UpdateReport:
             report = replace(
-                upload.report(UpdateOutcome.COMMITTED), previous=previous, paused_s=0.25, in_flight=in_flight
+                upload.report(UpdateOutcome.COMMITTED),
+                current=applied.version,
+                previous=applied.previous,
+                paused_s=applied.paused_ns / 1e9,
+                in_flight=applied.in_flight,
             )
-            self._committed[upload.options.update_id] = report
+            self._committed[options.update_id] = report
             self._staged = None
             self.free()
             return report
 
-        return self.engine.change(policy, make, timeout_s)
+        if upload.hold is not None:
+            install()
+            done: Future[Applied] = Future()
+            done.set_result(self.engine.changes.release_hold(options.label))
+            upload.hold = None
+        else:
+            whole = not options.partial
+            done = self.engine.changes.update(
+                install, options.label, policy, drain_timeout_s=timeout_s, whole=whole
+            )
+        return _Report(done, committed)
 
     def stage(self, upload: FakeUpload) -> None:
         self._staged = upload
@@ -195,6 +206,30 @@ class FakeUpdater:
     def free(self) -> None:
         with self._lock:
             self._open = None
+
+
+class _Report(Future[UpdateReport]):
+    """What becomes of a change. Cancelling it takes the change back."""
+
+    def __init__(self, change: Future[Applied], committed: Callable[[Applied], UpdateReport]) -> None:
+        super().__init__()
+        self._change = change
+        self._committed: Callable[[Applied], UpdateReport] | None = committed
+        change.add_done_callback(self._settle)
+
+    def _settle(self, change: Future[Applied]) -> None:
+        committed, self._committed = self._committed, None  # it holds the upload
+        assert committed is not None
+        if change.cancelled():
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif (error := change.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(committed(change.result()))
+
+    def cancel(self) -> bool:
+        return self._change.cancel()
 
 
 class FakeUpload:
@@ -212,6 +247,8 @@ class FakeUpload:
         self._parts = [bytearray() for _ in sent]
         self._future: Future[UpdateReport] | None = None
         self._is_kept = False
+        self.hold: Future[InFlightReport] | None = None
+        """Of an update in place: done when the engine stands still for it."""
 
     @property
     def tensors(self) -> dict[str, bytes]:
@@ -241,9 +278,9 @@ class FakeUpload:
         part = self._parts[tensor_index]
         if offset != len(part):
             raise InvalidRequest([Violation("chunk.offset", f"is {offset}; the next byte is {len(part)}")])
+        if self.hold is not None:
+            self.hold.result(60)
         part += data
-        if self.options.staging is Staging.IN_PLACE:
-            self._updater.engine.is_held = True
 
     def read(self) -> None:
         self._updater.events.append("read")
@@ -271,7 +308,6 @@ class FakeUpload:
     def commit(self, total_bytes: int) -> Future[UpdateReport]:
         self._updater.events.append("commit")
         self._check(total_bytes)
-        self._updater.engine.mend()
         self._future = self._updater.go_live(self, self.options.in_flight, self.options.drain_timeout_s)
         return self._future
 
@@ -285,8 +321,12 @@ class FakeUpload:
     def close(self) -> None:
         is_live = self._future is not None and self._future.done() and _went_live(self._future)
         if not self._is_kept and not is_live:
-            if self.options.staging is Staging.IN_PLACE and any(self._parts):
-                self._updater.engine.break_weights(f"the update {self.options.update_id!r} ended early")
+            if self.hold is not None:
+                changes = self._updater.engine.changes
+                if any(self._parts):
+                    changes.break_weights(f"the update {self.options.update_id!r} ended early")
+                elif not self.hold.cancel():
+                    changes.drop_hold()
             self._updater.free()
         self._updater.events.append("close")
 

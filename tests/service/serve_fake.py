@@ -24,8 +24,10 @@ from tests.support.models.byte_text import ByteText
 class SlowEngine(FakeEngine):
     """Ten steps a second."""
 
-    dies = False
-    hangs = False
+    def __init__(self, *, dies: bool, hangs: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.hangs = hangs
+        self.runner.before_step = fail if dies else lambda: time.sleep(0.1)
 
     def submit(self, request: Any, sink: Any, prepared: Any = None) -> None:
         def hang(_: object) -> None:
@@ -33,12 +35,9 @@ class SlowEngine(FakeEngine):
 
         super().submit(request, hang if self.hangs else sink, prepared)
 
-    def _advance(self, request_id: str) -> None:
-        if self.dies:
-            self.die()
-            return
-        time.sleep(0.1)
-        super()._advance(request_id)
+
+def fail() -> None:
+    raise RuntimeError("the device is gone")
 
 
 class Loader:
@@ -51,15 +50,15 @@ class Loader:
             forever.wait()
         start: Any = forever.wait if config.served_model_name == "never-ready" else lambda: None
         engine = SlowEngine(
-            codec=ByteText(),  # type: ignore[arg-type]
+            dies=config.served_model_name == "dies",
+            hangs=config.served_model_name == "hangs",
+            codec=ByteText(),
             max_model_len=10_000,
             start=start,
             max_adapters=config.max_adapters,
             max_cached_adapters=config.max_cached_adapters,
             adapter_dir=config.adapter_dir,
         )
-        engine.dies = config.served_model_name == "dies"
-        engine.hangs = config.served_model_name == "hangs"
         engine.profiler.ends_at_once = True
         return engine
 

@@ -1,76 +1,34 @@
-"""What the service needs of an engine, as protocols. `penstock.runtime.engine.Engine` is one; tests use a
-toy.
+"""What the service needs of an engine, as protocols, because what needs no JAX is to load none.
+`penstock.runtime.engine.Engine` is one; tests use its core on a runner without a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors
+from penstock.runtime.adapters.registry import AdapterRegistry
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.errors import EngineFailure
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
-from penstock.runtime.images.image import ImageLimits
 from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused, Pulse, WeightsVersion
 from penstock.runtime.loop.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
-from penstock.runtime.requests.adapter import AdapterWeights
-from penstock.runtime.requests.reader import Reader
-from penstock.runtime.requests.request import Finish, Pooling, PreparedPrompt, Request, StepOutput
-from penstock.runtime.requests.sampling import GenerationDefaults
+from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.status import OutputStatus
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.text.interface import Text
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
-
-
-class Info(Protocol):
-    """The served model and the values in force."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def defaults(self) -> GenerationDefaults: ...
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def pooling(self) -> Pooling: ...
-    @property
-    def reader(self) -> Reader | None: ...
-    @property
-    def room(self) -> int: ...
-    @property
-    def answer_token_ids(self) -> tuple[int, int] | None: ...
-    @property
-    def batch_invariant(self) -> bool: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def devices(self) -> tuple[str, ...]: ...
-    @property
-    def directory(self) -> Path | None: ...
-    @property
-    def images(self) -> ImageLimits | None: ...
 
 
 class Upload(Protocol):
@@ -155,54 +113,6 @@ class Updater(Protocol):
         ...
 
 
-class Adapters(Protocol):
-    """Loads, lists and unloads LoRA adapters. Any thread may call any method."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the engine was made for adapters."""
-        ...
-
-    @property
-    def evictions(self) -> Mapping[str, int]:
-        """How often an adapter left the memory of the "device", and that of the "host", for another one."""
-        ...
-
-    def load(
-        self, name: str, source: Path | AdapterTensors, *, pinned: bool = False, replace: bool = False
-    ) -> AdapterInfo:
-        """Take an adapter from a directory or from memory. Blocks until requests may name it."""
-        ...
-
-    def check(self, config: Mapping[str, Any], tensors: Sequence[SentTensor]) -> None:
-        """Check an adapter by its config and by the names, shapes and dtypes of its tensors. Raises
-        AdapterFormatError.
-        """
-        ...
-
-    def unload(self, name: str) -> None:
-        """Take the name away. Outputs that run or wait finish on its weights."""
-        ...
-
-    def pin(self, name: str, pinned: bool) -> AdapterInfo:
-        """Say whether the adapter stays in memory while no output uses it."""
-        ...
-
-    def list(self) -> tuple[AdapterInfo, ...]:
-        """List all adapters that are in memory, by name."""
-        ...
-
-    def get(self, name: str) -> AdapterInfo:
-        """Return the adapter of this name, which is in memory. Raises UnknownAdapterError."""
-        ...
-
-    def weights_of(self, name: str) -> AdapterWeights:
-        """Return what the name means now, for a request. An adapter that is not in memory is read from the
-        directory of adapters first, which blocks. Raises UnknownAdapterError, and what `load` raises.
-        """
-        ...
-
-
 class Profiler(Protocol):
     """Records what host and device do in the next steps of the engine."""
 
@@ -221,7 +131,7 @@ class Backend(Protocol):
     @property
     def config(self) -> ResolvedConfig: ...
     @property
-    def info(self) -> Info: ...
+    def info(self) -> ModelInfo: ...
     @property
     def text(self) -> Text | None: ...
     @property
@@ -280,7 +190,7 @@ class Backend(Protocol):
     @property
     def profiler(self) -> Profiler: ...
     @property
-    def adapters(self) -> Adapters: ...
+    def adapters(self) -> AdapterRegistry: ...
     @property
     def is_paused(self) -> bool: ...
     @property

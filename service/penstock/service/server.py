@@ -22,10 +22,11 @@ import grpc
 
 from penstock.runtime.adapters.interface import AdapterInfo
 from penstock.runtime.errors import ConfigError, GroupEnded
+from penstock.runtime.model_info import ModelInfo
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
 from penstock.service.addresses import Addresses, Serve
-from penstock.service.backend import Backend, Info
+from penstock.service.backend import Backend
 from penstock.service.counts import AdapterRequests, show_adapters, show_counts
 from penstock.service.group.leader import FOLLOW, GroupLeader
 from penstock.service.identity import new_instance_id
@@ -229,7 +230,7 @@ class PenstockServer:
         """Tell how many adapters left which memory for others."""
         return {} if self._engine is None else self._engine.adapters.evictions
 
-    def _compare_sizes(self, info: Info) -> None:
+    def _compare_sizes(self, info: ModelInfo) -> None:
         """Say how large images can be, where requests are smaller than an image may be."""
         largest = self._options.max_receive_bytes
         if info.images is not None and info.images.max_bytes > largest:

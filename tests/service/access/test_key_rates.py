@@ -186,7 +186,7 @@ async def test_a_reload_changes_rates_and_forgets_nothing(file, clock):
 
 async def test_usage_is_told_once_for_each_request(file):
     books = Books()
-    engine = fake(cached_prompt_tokens=2)
+    engine = fake(page_size=1, cached=["ab"])
     async with serving_keys(file, key("alice"), key("boss", CONTROL), engine=engine, usage=books) as rig:
         await ask(rig, "alice", "abc", request_id="r", stopping={"max_tokens": 4}, sampling={"n": 2})
         await collect(rig.inference.Stream(stream("ab", request_id="s"), **as_("boss")))

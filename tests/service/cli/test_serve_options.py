@@ -136,7 +136,8 @@ def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name_and_file(
     code, errors = run("fake", "--port", "0", "--max-adapters", "2", *flags)
     assert code == 1
     assert f"penstock serve: --adapter: law={tmp_path}/none: " in errors
-    assert engine.adapters.loaded == {"sql": good}
+    assert engine.adapter_reader is not None
+    assert engine.adapter_reader.read_from == [good]
     assert collects == [False]  # nothing looks for garbage among all that a load makes
     assert gc.isenabled()
 

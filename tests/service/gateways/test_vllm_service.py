@@ -20,9 +20,9 @@ from penstock.service.gateways import smg_common_pb2
 from penstock.service.gateways import vllm_engine_pb2 as vllm
 from penstock.service.gateways.vllm_service import SERVICE
 from penstock.service.requests.generate import Features
-from tests.service.fake_outputs import logprobs_of
 from tests.service.key_rig import CONTROL, as_, key, serving_keys
 from tests.service.rig import WAIT_S, Rig, failure_of, fake, serving, taken_apart, until
+from tests.support.scheduler.byte_runner import logprobs_of
 
 ON = Features(vllm_service=True)
 A = list(b"a")
@@ -63,7 +63,7 @@ def asked(*, stream: bool = True, ids: list[int] = A, **params: Any) -> vllm.Gen
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    async with serving(fake(cached_prompt_tokens=1), features=ON) as served:
+    async with serving(fake(page_size=1, cached=["a"]), features=ON) as served:
         yield served
 
 
@@ -244,7 +244,7 @@ async def test_the_server_describes_itself(rig: Rig, gateway: Gateway) -> None:
 
 
 async def test_health_follows_the_engine(rig: Rig, gateway: Gateway) -> None:
-    rig.engine.break_weights("an update has failed")
+    rig.engine.changes.break_weights("an update has failed")
     assert not (await gateway.HealthCheck(vllm.HealthCheckRequest())).healthy
 
 

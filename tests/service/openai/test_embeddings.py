@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.runtime.requests.request import Pooling
-from tests.service.fake_outputs import HIDDEN_SIZE, pooled_of
 from tests.service.openai.rig import FrontRig, front_rig
+from tests.support.scheduler.byte_runner import HIDDEN_SIZE, pooled_of
 
 
 def unit(token_ids: list[int], size: int = HIDDEN_SIZE) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.scheduling.load import Load
 from tests.service.openai.rig import FrontRig, front_rig
 from tests.service.rig import WAIT_S, fake, until
 
@@ -26,10 +27,14 @@ ENDPOINTS = [
 ]
 
 
+def num_held(rig: FrontRig) -> int:
+    """Return how many outputs run or wait: for a slot, or for the prompt that they share with another."""
+    load: Load = rig.engine.load()
+    return load.num_running + load.num_waiting
+
+
 def is_free(rig: FrontRig) -> bool:
-    load = rig.engine.load()
-    held = load.num_running + load.num_waiting + rig.front.life.num_running
-    return not held and not rig.grpc.server._calls.num_running
+    return not num_held(rig) and not rig.front.life.num_running and not rig.grpc.server._calls.num_running
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -37,7 +42,7 @@ def is_free(rig: FrontRig) -> bool:
 async def test_before_the_first_token(path: str, body: dict[str, Any], outputs: int, stream: bool) -> None:
     async with front_rig(fake(hold=True)) as rig:
         asking = asyncio.create_task(rig.http.post(path, json=body | {"stream": stream}))
-        await until(lambda: rig.engine.load().num_running == outputs)
+        await until(lambda: num_held(rig) == outputs)
         assert not is_free(rig)
         asking.cancel()
         await until(lambda: is_free(rig))

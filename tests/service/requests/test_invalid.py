@@ -16,6 +16,7 @@ from penstock.v1 import types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream
 from tests.support.models.byte_text import VOCAB
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 INF, NAN = math.inf, math.nan
 PENALTIES = ("presence_penalty", "frequency_penalty")
 U32 = 2**32 - 1
@@ -118,36 +119,33 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("fields", "violated"), BAD, ids=[str(i) for i in range(len(BAD))])
-async def test_out_of_range(fields, violated):
-    async with serving() as rig:
-        fields = {"prompt": "y", **fields}
-        for call in (
-            rig.inference.Generate(generate(**fields)),
-            rig.inference.Stream(stream(**fields)).read(),
-        ):
-            failure = await failure_of(call)
-            assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-            assert set(failure.violations) == violated
-            assert all(failure.violations.values())
-        assert not rig.engine.seen, "nothing reached the engine"
+async def test_out_of_range(rig, fields, violated):
+    fields = {"prompt": "y", **fields}
+    for call in (
+        rig.inference.Generate(generate(**fields)),
+        rig.inference.Stream(stream(**fields)).read(),
+    ):
+        failure = await failure_of(call)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert set(failure.violations) == violated
+        assert all(failure.violations.values())
+    assert not rig.engine.seen, "nothing reached the engine"
 
 
 @pytest.mark.parametrize("fields", GOOD, ids=[str(i) for i in range(len(GOOD))])
-async def test_in_range(fields):
+async def test_in_range(rig, fields):
     """The last allowed value at both ends."""
-    async with serving() as rig:
-        await rig.inference.Generate(generate(**{"prompt": "y", **fields}))
-        assert len(rig.engine.seen) == 1
+    await rig.inference.Generate(generate(**{"prompt": "y", **fields}))
+    assert len(rig.engine.seen) == 1
 
 
-async def test_min_tokens_per_message_range():
-    async with serving() as rig:
-        failure = await failure_of(rig.inference.Stream(stream("a", min_tokens_per_message=0)).read())
-        assert set(failure.violations) == {"min_tokens_per_message"}
-        await collect(rig.inference.Stream(stream("a", min_tokens_per_message=U32)))
+async def test_min_tokens_per_message_range(rig):
+    failure = await failure_of(rig.inference.Stream(stream("a", min_tokens_per_message=0)).read())
+    assert set(failure.violations) == {"min_tokens_per_message"}
+    await collect(rig.inference.Stream(stream("a", min_tokens_per_message=U32)))
 
 
-async def test_all_violations_in_one_reply():
+async def test_all_violations_in_one_reply(rig):
     fields = {
         "request_id": "x" * 200,
         "sampling": {"temperature": -1, "top_p": 2, "min_p": 2, "top_k": 2**31},
@@ -155,8 +153,7 @@ async def test_all_violations_in_one_reply():
         "output": {"logprobs": 99},
         "cache": {"cache_salt": "x" * 999, "bypass_prefix_cache": True},
     }
-    async with serving() as rig:
-        failure = await failure_of(rig.inference.Generate(generate("", **fields)))
+    failure = await failure_of(rig.inference.Generate(generate("", **fields)))
     assert set(failure.violations) == {
         "request_id",
         "prompt",
@@ -173,24 +170,22 @@ async def test_all_violations_in_one_reply():
     }
 
 
-async def test_unknown_model():
-    async with serving() as rig:
-        failure = await failure_of(rig.inference.Generate(generate("a", model="Fake")))
+async def test_unknown_model(rig):
+    failure = await failure_of(rig.inference.Generate(generate("a", model="Fake")))
     assert (failure.code.name, failure.reason) == ("NOT_FOUND", "UNKNOWN_MODEL")
     assert failure.info.metadata["served_model"] == "fake"
 
 
-async def test_of_several_kinds_of_refusal_the_model_comes_first_then_the_unsupported():
+async def test_of_several_kinds_of_refusal_the_model_comes_first_then_the_unsupported(rig):
     """An unsupported field may change what the others mean, so ranges are reported only when none is left."""
     fields: dict[str, Any] = {"adapter": "x", "sampling": {"temperature": -1}, "stopping": {"max_tokens": 0}}
     too_long = {"prompt": None, "prompt_token_ids": tokens(*[1] * 99), "adapter": "x"}
-    async with serving() as rig:
-        for call, reason in (
-            (generate("a", model="other", **fields), "UNKNOWN_MODEL"),
-            (generate("a", **fields), "UNSUPPORTED_FEATURE"),
-            (generate(**too_long), "UNSUPPORTED_FEATURE"),
-        ):
-            assert (await failure_of(rig.inference.Generate(call))).reason == reason
+    for call, reason in (
+        (generate("a", model="other", **fields), "UNKNOWN_MODEL"),
+        (generate("a", **fields), "UNSUPPORTED_FEATURE"),
+        (generate(**too_long), "UNSUPPORTED_FEATURE"),
+    ):
+        assert (await failure_of(rig.inference.Generate(call))).reason == reason
 
 
 async def test_prompt_too_long_tells_both_numbers():
@@ -237,8 +232,8 @@ async def test_millions_of_bad_ids_are_one_short_reply():
 
 
 async def test_exceeds_kv_capacity():
-    async with serving(fake(kv_tokens=4)) as rig:
-        failure = await failure_of(rig.inference.Generate(generate("aaaa")))
+    async with serving(fake(page_size=1, num_pages=4)) as rig:
+        failure = await failure_of(rig.inference.Generate(generate("aaaaa")))
     assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "EXCEEDS_KV_CAPACITY")
 
 
@@ -256,38 +251,33 @@ GARBAGE = {
 @pytest.mark.parametrize(
     "method", ["InferenceService/Generate", "InferenceService/Abort", "ControlService/Tokenize"]
 )
-async def test_undecodable(method, name):
+async def test_undecodable(rig, method, name):
     data = GARBAGE[name].replace(b"\x1a", b"\x0a") if "Generate" not in method else GARBAGE[name]
-    async with serving() as rig:
-        failure = await failure_of(rig.raw(method, data))
-        assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
-        assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z", "and the server lives on"
+    failure = await failure_of(rig.raw(method, data))
+    assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z", "and the server lives on"
 
 
-async def test_undecodable_stream():
-    async with serving() as rig:
-        method: Any = rig.channel.unary_stream("/penstock.v1.InferenceService/Stream")
-        assert (await failure_of(method(GARBAGE["invalid utf-8"]).read())).reason == "INVALID_FIELD"
+async def test_undecodable_stream(rig):
+    method: Any = rig.channel.unary_stream("/penstock.v1.InferenceService/Stream")
+    assert (await failure_of(method(GARBAGE["invalid utf-8"]).read())).reason == "INVALID_FIELD"
 
 
-async def test_undecodable_upload():
-    async with serving() as rig:
-        call: Any = rig.channel.stream_unary("/penstock.v1.InferenceService/UpdateWeights")
-        assert (await failure_of(call(iter([b"\xff"])))).reason == "INVALID_FIELD"
+async def test_undecodable_upload(rig):
+    call: Any = rig.channel.stream_unary("/penstock.v1.InferenceService/UpdateWeights")
+    assert (await failure_of(call(iter([b"\xff"])))).reason == "INVALID_FIELD"
 
 
-async def test_wrong_wire_type_and_newer_field():
-    async with serving() as rig:
-        wrong = await failure_of(rig.raw("InferenceService/Generate", b"\x1a\x01a\x30\x05"))
-        assert wrong.violations == {"sampling": "has the wrong wire type"}
-        newer = await failure_of(rig.raw("InferenceService/Generate", b"\x1a\x01a\xd8\x06\x05"))
-        assert (newer.reason, newer.info.metadata["field"]) == ("UNSUPPORTED_FEATURE", "GenerateRequest#107")
+async def test_wrong_wire_type_and_newer_field(rig):
+    wrong = await failure_of(rig.raw("InferenceService/Generate", b"\x1a\x01a\x30\x05"))
+    assert wrong.violations == {"sampling": "has the wrong wire type"}
+    newer = await failure_of(rig.raw("InferenceService/Generate", b"\x1a\x01a\xd8\x06\x05"))
+    assert (newer.reason, newer.info.metadata["field"]) == ("UNSUPPORTED_FEATURE", "GenerateRequest#107")
 
 
-async def test_unknown_method_is_unimplemented():
-    async with serving() as rig:
-        with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await rig.raw("InferenceService/Nope", b"")
+async def test_unknown_method_is_unimplemented(rig):
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await rig.raw("InferenceService/Nope", b"")
     assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

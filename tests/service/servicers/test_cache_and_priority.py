@@ -203,7 +203,7 @@ async def test_what_was_asked_reaches_the_engine() -> None:
 
 
 async def test_usage_of_a_request_that_ended_without_timing() -> None:
-    engine = fake(cached_prompt_tokens=9)
+    engine = fake()
 
     def submit(request: Any, sink: Any, prepared: Any = None) -> None:
         sink([StepOutput(request.request_id, (98,), finish=Finish(FinishReason.MAX_TOKENS))])

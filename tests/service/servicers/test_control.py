@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from datetime import UTC
 
 import pytest
 
@@ -66,7 +67,7 @@ async def test_model_info():
     )
     assert (info.weights.label, info.weights.generation) == ("initial", 1)
     assert (info.weights_digest, info.staged_update_id) == (b"", "")
-    assert info.weights_since.ToJsonString() == "2026-11-22T06:30:00Z"
+    assert info.weights_since.ToDatetime(UTC) == rig.engine.weights_since
     assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES, *READINGS]
     assert [(t.name, t.dtype, list(t.shape)) for t in full.tensors] == [
         ("model.embed_tokens.weight", weights_pb2.DATA_TYPE_BF16, [260, 8]),
@@ -134,7 +135,7 @@ async def test_server_info():
     assert info.max_request_bytes == 8 * 2**20
     assert info.max_chunk_bytes == 2 << 20
     assert (info.max_running_requests, info.max_queued_requests, info.max_logprobs) == (3, 5, 7)
-    assert (info.kv_page_tokens, info.kv_pages_total) == (16, 3)
+    assert (info.kv_page_tokens, info.kv_pages_total) == (64, 3)
     assert list(info.devices) == ["fake:0"]
 
 
@@ -190,7 +191,7 @@ async def test_load():
 
 async def test_flush_cache():
     """One request runs; flushing again finds nothing."""
-    async with serving(fake(hold=True, cached_pages=5)) as rig:
+    async with serving(fake(hold=True, page_size=1, cached=["vwxyz"])) as rig:
         call = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await seen(rig, 1)
         flush = rig.control.FlushCache

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import itertools
 import math
-import time
 import uuid
 from typing import Any
 
@@ -109,15 +108,16 @@ async def test_request_id_reaches_the_engine():
 
 async def test_the_bound_of_proposals_reaches_the_engine_and_usage_tells_what_came_of_it():
     """0 is a bound, too. The counts of both outputs are added up."""
-    engine = fake(proposed_tokens=5, accepted_tokens=3)
+    engine = fake(guesses=(5, 3))
     async with serving(engine) as rig:
-        reply = await answer(rig, generate("y", max_proposed_tokens=0, sampling={"n": 2}))
-        messages = await collect(rig.inference.Stream(stream("y", max_proposed_tokens=7)))
-        await answer(rig, generate("y"))
-    assert [request.max_proposed_tokens for request in rig.engine.seen] == [0, 0, 7, None]
+        none = await answer(rig, generate("a", max_proposed_tokens=0, sampling={"n": 2}))
+        reply = await answer(rig, generate("a", sampling={"n": 2}))
+        messages = await collect(rig.inference.Stream(stream("a", max_proposed_tokens=2)))
+    assert [request.max_proposed_tokens for request in rig.engine.seen] == [0, 0, None, None, 2]
+    assert (none.usage.proposed_tokens, none.usage.accepted_tokens) == (0, 0)
     assert (reply.usage.proposed_tokens, reply.usage.accepted_tokens) == (10, 6)
     usage = messages[-1].summary.usage
-    assert (usage.proposed_tokens, usage.accepted_tokens) == (5, 3)
+    assert (usage.proposed_tokens, usage.accepted_tokens) == (2, 2)
 
 
 async def test_model_may_be_named():
@@ -298,16 +298,15 @@ async def test_ignore_eos():
 
 async def test_time_limit_is_soft():
     engine = fake(hold=True)
-    engine.clock = lambda: 0.0
     async with serving(engine) as rig:
-        call = rig.inference.Generate(generate("a", stopping={"time_limit": Duration(nanos=300_000_000)}))
+        call = rig.inference.Generate(generate("a", stopping={"time_limit": Duration(seconds=300)}))
         engine.step(3)
         await until(lambda: engine.num_steps == 3)
-        engine.clock = lambda: time.monotonic() + 1.0
+        engine.pass_time_limits()
         reply = await asyncio.wait_for(call, 20)
     assert reply.outputs[0].finish.reason == types_pb2.FINISH_REASON_TIME_LIMIT
     assert reply.outputs[0].text == "bcd"
-    assert engine.seen[0].stopping.time_limit_s == 0.3
+    assert engine.seen[0].stopping.time_limit_s == 300
 
 
 async def test_held_text_comes_with_the_end():

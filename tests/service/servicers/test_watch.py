@@ -65,7 +65,7 @@ async def ask(rig: Rig, prompt: str, **fields: Any) -> Any:
 
 async def test_everything_is_counted_as_its_callers_were_told() -> None:
     """The witnesses are the answers that the callers got."""
-    async with serving(fake(cached_prompt_tokens=1)) as rig:
+    async with serving(fake(page_size=1, cached=["abc", "x"])) as rig:
         answers = [
             await ask(rig, "a"),
             await ask(rig, "abc", sampling={"n": 2}, stopping={"max_tokens": 3}),
@@ -78,7 +78,7 @@ async def test_everything_is_counted_as_its_callers_were_told() -> None:
     assert totals.generated_tokens == sum(usage.completion_tokens for usage in usages) + 1
     # the engine counts outputs: the prompt of two outputs counts twice
     assert totals.prompt_tokens == 1 + 3 * 2 + 2
-    assert totals.cached_prompt_tokens == 3  # never the last token of a prompt, so none of "a"
+    assert totals.cached_prompt_tokens == 2 * 2 + 1  # never the last token of a prompt, so none of "a"
     assert totals.ended == telemetry_pb2.EndedRequests(eos=1, max_tokens=2, stop=1)
     assert totals.steps.decode > 0
     assert totals.steps.prefill == 3
@@ -167,28 +167,33 @@ async def test_each_message_is_new() -> None:
 
 
 async def test_requests_are_listed_oldest_first() -> None:
-    """Two run, of which one is the second output of a request, and the third waits."""
+    """Two run, of which one is the second output of a request, and the third waits: it ran until the prompt
+    of the second was computed, which is of a higher priority.
+    """
     async with serving(fake(hold=True, max_num_seqs=2, scheduling_policy="priority")) as rig:
         first = rig.inference.Generate(
-            generate("abc", request_id="first", priority=-5, sampling={"n": 2}, stopping={"max_tokens": 9})
+            generate("abc", request_id="first", priority=5, sampling={"n": 2}, stopping={"max_tokens": 9})
         )
         await until(lambda: len(rig.engine.seen) == 2)
         second = rig.inference.Generate(generate("x", request_id="second"))
         await until(lambda: len(rig.engine.seen) == 3)
-        rig.engine.step(2)
+        rig.engine.step()
+        await until(lambda: rig.engine.load().num_running == 2)  # now the prompt of both is computed
+        rig.engine.step()
         await until(lambda: rig.engine.num_steps == 2)
         listed = (await look(rig, max_requests=10)).requests
         ages = [request.age.ToNanoseconds() for request in listed]
         for request in listed:
             request.ClearField("age")
         phase = telemetry_pb2.RequestPhase
-        decoding = {"prompt_tokens": 3, "computed_tokens": 4, "generated_tokens": 2, "priority": -5}
-        decoding["phase"] = phase.REQUEST_PHASE_DECODE
+        decoding: dict[str, Any] = {"prompt_tokens": 3, "priority": 5, "phase": phase.REQUEST_PHASE_DECODE}
+        two: dict[str, Any] = {"computed_tokens": 4, "generated_tokens": 2, "output_index": 0}
+        one: dict[str, Any] = {"computed_tokens": 3, "generated_tokens": 1, "output_index": 1}
         assert list(listed) == [
-            telemetry_pb2.RequestStatus(request_id="first", output_index=0, **decoding),  # type: ignore[arg-type]
-            telemetry_pb2.RequestStatus(request_id="first", output_index=1, **decoding),  # type: ignore[arg-type]
+            telemetry_pb2.RequestStatus(request_id="first", **decoding, **two),
+            telemetry_pb2.RequestStatus(request_id="first", **decoding, **one),
             telemetry_pb2.RequestStatus(
-                request_id="second", prompt_tokens=1, phase=phase.REQUEST_PHASE_WAITING
+                request_id="second", prompt_tokens=1, phase=phase.REQUEST_PHASE_WAITING, preemptions=1
             ),
         ]
         assert ages == sorted(ages, reverse=True)

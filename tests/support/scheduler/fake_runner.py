@@ -113,9 +113,9 @@ def constraint_limit(request: Request) -> int | None:
     return request.constraint.limit if isinstance(request.constraint, Rota) else None
 
 
-def end_ids(request: Request) -> frozenset[int]:
+def end_ids(request: Request, eos: frozenset[int] = EOS) -> frozenset[int]:
     stopping = request.stopping
-    return (frozenset() if stopping.ignore_eos else EOS) | frozenset(stopping.stop_token_ids)
+    return (frozenset() if stopping.ignore_eos else eos) | frozenset(stopping.stop_token_ids)
 
 
 def run_alone(
@@ -177,7 +177,7 @@ class FakeRunner:
         self.last: dict[int, int] = {}
         self.ended: set[int] = set()
         """Slots whose request has sampled its end: the rows that these slots still have compute garbage."""
-        self.kv = self._new_kv()
+        self.kv = self.new_kv()
         self.state = self._new_state()
         self.embeddings: list[int | None] = [None] * (config.picture_blocks * BLOCK_TOKENS)
         """The pool of picture embeddings."""
@@ -186,7 +186,7 @@ class FakeRunner:
         self.num_computed_tokens = 0
         """The number of input tokens of all rows so far, for tests that nothing is computed twice."""
 
-    def _new_kv(self) -> list[list[list[Entry | None]]]:
+    def new_kv(self) -> list[list[list[Entry | None]]]:
         """Group to page to offset to what is stored there."""
         config = self.config
         return [[[None] * config.page_size for _ in range(group.num_pages)] for group in config.groups]
@@ -246,7 +246,7 @@ class FakeRunner:
             ]
             self._write(plan, rows, step, pictures)
             samples = [
-                (i, row, self._sample(row, step))
+                (i, row, self.sample(row, step))
                 for i, row in rows
                 if row.samples and i not in skipped and not row.proposed
             ]
@@ -258,10 +258,15 @@ class FakeRunner:
                 made[i].append(token)
                 request = self.requests[row.slot]
                 num_made = row.start + row.num_tokens + step + 1 - len(request.prompt_token_ids)
-                if (step >= row.bans and token in end_ids(request)) or num_made == constraint_limit(request):
+                is_end = step >= row.bans and token in self.end_ids(request)
+                if is_end or num_made == constraint_limit(request):
                     self.ended.add(row.slot)
         logprobs = [[TokenLogprobs(-float(token)) for token in tokens] for tokens in made]
         return StepResult(made, logprobs)
+
+    def end_ids(self, request: Request) -> frozenset[int]:
+        """Return the tokens that end the output."""
+        return end_ids(request, self.config.eos_token_ids)
 
     def where(self, slot: int, group: int, position: int) -> tuple[int, int]:
         """Return the page and the offset in it."""
@@ -300,10 +305,10 @@ class FakeRunner:
                     continue
                 previous = root_digest(self.requests[slot], self.generation)
                 if position and window != 1:
-                    previous = self._read(slot, group, position - 1)[1]
+                    previous = self.read(slot, group, position - 1)[1]
                 self.kv[group][page][offset] = (token, digest(previous, token))
 
-    def _read(self, slot: int, group: int, position: int) -> Entry:
+    def read(self, slot: int, group: int, position: int) -> Entry:
         page, offset = self.where(slot, group, position)
         entry = self.kv[group][page][offset]
         assert entry is not None, f"read position {position} in group {group}, which was never written"
@@ -317,7 +322,7 @@ class FakeRunner:
         request, made = self.requests[row.slot], list[int]()
         masks = 1 + row.start % 4
         for step, guessed in enumerate((*row.proposed, None)):
-            made.append(self._sample(row._replace(num_tokens=1), step))
+            made.append(self.sample(row._replace(num_tokens=1), step))
             num_made = row.start + 2 + step - len(request.prompt_token_ids)
             if num_made == constraint_limit(request):
                 self.ended.add(row.slot)
@@ -325,11 +330,11 @@ class FakeRunner:
             if made[-1] != guessed or (request.constraint is not None and len(made) == masks):
                 break
         self.last[row.slot] = made[-1]
-        if any(token in end_ids(request) for token in made[row.bans :]):
+        if any(token in self.end_ids(request) for token in made[row.bans :]):
             self.ended.add(row.slot)
         return made
 
-    def _sample(self, row: PlanRow, step: int) -> int:
+    def sample(self, row: PlanRow, step: int) -> int:
         """Return the token after the row's last input; in a later step, after what it has sampled since."""
         if row.slot in self.ended:
             return GARBAGE[0]
@@ -337,11 +342,11 @@ class FakeRunner:
         digests: list[int] = []
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(length - window, 0)
-            digests += [self._read(row.slot, group, position)[1] for position in range(first, length)]
+            digests += [self.read(row.slot, group, position)[1] for position in range(first, length)]
         if self.state is not None:
             digests.append(self.state.passed(row.slot, length))
         request = self.requests[row.slot]
-        banned = end_ids(request) if step < row.bans else frozenset[int]()
+        banned = self.end_ids(request) if step < row.bans else frozenset[int]()
         banned |= forbidden(request, length - len(request.prompt_token_ids))
         return next_token(request, digests, length, banned)
 
@@ -428,7 +433,7 @@ class LazyRunner(FakeRunner):
     def restore_kv_cache(self) -> None:
         assert self.thread == threading.get_ident()
         if not self.kv:
-            self.kv, self.state = self._new_kv(), self._new_state()
+            self.kv, self.state = self.new_kv(), self._new_state()
 
     def offload_weights(self) -> int:
         assert self.thread == threading.get_ident()

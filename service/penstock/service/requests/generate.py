@@ -23,6 +23,7 @@ from penstock.runtime.grammar.bad_words import check_bad_words
 from penstock.runtime.images.decoding import BadImage, check_bytes
 from penstock.runtime.images.image import Image, ImageLimits
 from penstock.runtime.images.reader import ImageReader
+from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.prompting.jobs import Job, word_ids
 from penstock.runtime.prompting.prompts import (
     ChatPrompt,
@@ -53,7 +54,6 @@ from penstock.runtime.text.interface import Text
 from penstock.service.access.callers import Caller
 from penstock.service.access.ownership import engine_id
 from penstock.service.access.roles import check_adapter
-from penstock.service.backend import Info
 from penstock.service.requests.support import Refused, check_supported
 from penstock.service.threads.lanes import INLINE_BYTES, MESSAGE_BYTES, Lanes
 from penstock.v1 import inference_pb2, types_pb2
@@ -155,7 +155,7 @@ def _note_unknown(field: str, start: int, ids: Sequence[int], vocab_size: int, b
 
 
 def sampling_params(
-    message: types_pb2.SamplingParams, info: Info, bad: Violations
+    message: types_pb2.SamplingParams, info: ModelInfo, bad: Violations
 ) -> ResolvedSampling | None:
     """Convert the sampling parameters; unset fields take the model's defaults. Returns None, and adds
     violations, if a value is wrong. Bad words are only checked here: `with_bad_words` adds them once they are
@@ -216,7 +216,9 @@ def context_params(message: types_pb2.ContextOptions, default: Truncation, bad: 
     return ContextParams(truncation_of(message, default), reserve, message.cap_max_tokens)
 
 
-def stopping_params(message: types_pb2.StoppingParams, info: Info, bad: Violations) -> StoppingParams | None:
+def stopping_params(
+    message: types_pb2.StoppingParams, info: ModelInfo, bad: Violations
+) -> StoppingParams | None:
     field, room = "stopping.stop_token_ids", MAX_STOP_TOKEN_IDS - len(info.eos_token_ids)
     ids: tuple[int, ...] = ()
     if bad.allows(field, len(message.stop_token_ids), room, "ids with this model"):
@@ -468,7 +470,7 @@ class ServedJob(Job):
 class Limits:
     """What a server checks requests against."""
 
-    info: Info
+    info: ModelInfo
     max_logprobs: int
     codec: Text | None
     has_grammars: bool

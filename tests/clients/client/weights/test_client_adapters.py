@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import penstock.client as api
 from penstock.cli.__main__ import main
 from penstock.runtime.adapters.interface import AdapterTensors
 from tests.service.adapters_rig import TENSORS, on_disk
-from tests.service.fake_adapters import NOW_S
 from tests.service.rig import Rig, fake, serving
 
 CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
@@ -25,7 +25,7 @@ CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    """Yield a server with room for two adapters, which may read "law" and "med"."""
+    """Yield a server with room for two adapters in memory, which may read "law" and "med"."""
     on_disk(tmp_path / "adapters", "law"), on_disk(tmp_path / "adapters", "med", "2")
     engine = fake(max_adapters=2, max_cached_adapters=2, adapter_dir=tmp_path / "adapters")
     async with serving(engine) as rig:
@@ -44,7 +44,7 @@ def peft(tmp_path: Path) -> Path:
 
 def taken(rig: Rig, name: str) -> tuple[Any, dict[str, Any]]:
     """Return the config and the tensors that the engine was given."""
-    source = rig.engine.adapters.loaded[name]
+    source = rig.engine.adapter_reader.read_from[-1]
     assert isinstance(source, AdapterTensors)
     return source.config, dict(source.tensors)
 
@@ -62,17 +62,18 @@ async def test_the_asyncio_client(rig: Rig, peft: Path) -> None:
         assert told[-1] == (256, 256)
         assert pushed == api.Adapter(
             name="sql",
-            state="loaded",
+            state="cached",
             rank=4,
             target_modules=("k_proj", "q_proj"),
             size_bytes=pushed.size_bytes,
             digest=pushed.digest,
-            last_used=datetime.fromtimestamp(NOW_S, UTC),
+            last_used=pushed.last_used,
             running_requests=0,
             pinned=True,
             source="pushed",
         )
-        assert await client.push_adapter("sql", (CONFIG, TENSORS), pinned=True) == pushed, "of arrays"
+        again = await client.push_adapter("sql", (CONFIG, TENSORS), pinned=True)
+        assert replace(again, last_used=pushed.last_used) == pushed, "of arrays"
         assert (await client.load_adapter("law")).source.endswith("/law")
         assert [one.name for one in await client.list_adapters()] == ["law", "sql"]
         with pytest.raises(api.TooManyAdapters):
@@ -88,7 +89,7 @@ async def test_the_asyncio_client(rig: Rig, peft: Path) -> None:
         await client.score("a", ["b"], adapter="sql")
         await client.rerank("a", ["b"], adapter="sql")
         assert {request.adapter for request in rig.engine.seen} == {"sql"}
-        assert (await client.load()).loaded_adapters == 2
+        assert (await client.load()).loaded_adapters == 1
         assert (await client.server_info()).max_adapters == 2
         assert await client.unload_adapter("sql") == 0
         with pytest.raises(api.UnknownAdapter):
@@ -103,6 +104,9 @@ async def test_the_sync_client(rig: Rig, peft: Path) -> None:
             assert client.list_adapters() == (pushed,)
             law = client.load_adapter("v2", uri=f"file://{rig.engine.config.adapter_dir}/law", pinned=True)
             assert (law.name, law.pinned) == ("v2", True)
+            with pytest.raises(api.TooManyAdapters):  # one place stays for those that are not pinned
+                client.pin_adapter("sql")
+            assert not client.pin_adapter("v2", False).pinned
             assert client.pin_adapter("sql").pinned
             assert client.unload_adapter("sql") == 0
             with pytest.raises(api.InvalidRequest):
@@ -122,10 +126,12 @@ async def test_the_command_line(rig: Rig, peft: Path, capsys: pytest.CaptureFixt
     assert code == 0
     head, row = text.splitlines()
     assert head.split() == ["NAME", "STATE", "RANK", "SIZE", "RUNNING", "LAST", "USED", "DIGEST", "ALSO"]
-    digest = (await run("list", "--json"))[1]
+    told = json.loads((await run("list", "--json"))[1])
+    last_used = datetime.fromisoformat(row.split()[6])
+    assert last_used == datetime.fromisoformat(told["last_used"]).replace(microsecond=0)
     assert row.split() == [
-        *("sql", "loaded", "4", "0.0", "MiB", "0", "2023-11-14T22:13:20+00:00"),
-        *(json.loads(digest)["digest"][:12], "pinned,", "from", "pushed"),
+        *("sql", "cached", "4", "0.0", "MiB", "0", row.split()[6]),
+        *(told["digest"][:12], "pinned,", "from", "pushed"),
     ]
     assert (await run("unpin", "sql"))[1].split()[-2:] == ["from", "pushed"]
     assert (await run("load", "law"))[0] == 0

@@ -20,9 +20,7 @@ async def test_every_endpoint_tells_them() -> None:
     accepted; two prompts with two choices each have four times as many.
     """
     scripts = {"u:hi|a:": WRITTEN}
-    engine = fake(
-        codec=qwen_codec(), vocab_size=QWEN_VOCAB, scripts=scripts, proposed_tokens=5, accepted_tokens=3
-    )
+    engine = fake(codec=qwen_codec(), vocab_size=QWEN_VOCAB, scripts=scripts, guesses=(5, 3))
     async with front_rig(engine) as rig:
         chat = await rig.openai.chat.completions.create(
             model="fake", messages=[{"role": "user", "content": "hi"}]
@@ -35,7 +33,7 @@ async def test_every_endpoint_tells_them() -> None:
         )
         last = [chunk async for chunk in chunks][-1]
         response = await rig.openai.responses.create(model="fake", input="hi")
-        texts = await rig.openai.completions.create(model="fake", prompt=["a", "b"], n=2, max_tokens=2)
+        texts = await rig.openai.completions.create(model="fake", prompt=["a", "b"], n=2, max_tokens=9)
     for usage in (chat.usage, last.usage):
         assert usage is not None
         assert usage.completion_tokens == len(WRITTEN)

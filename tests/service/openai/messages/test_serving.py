@@ -159,8 +159,8 @@ async def test_a_stream_tells_each_delta_and_a_call_in_order() -> None:
 
 
 async def test_usage_tells_what_was_in_the_cache() -> None:
-    async with front_rig(scripted({"u:hi|a:": THOUGHT + "Hi."}, cached_prompt_tokens=3)) as rig:
-        message = await both(rig)
+    async with front_rig(scripted({"u:hi|a:": THOUGHT + "Hi."}, page_size=1, cached=["u:h"])) as rig:
+        message = (await post(rig)).json()
         (started, *_) = events_of((await post(rig, stream=True)).text)
     assert message["usage"] == {
         "input_tokens": 4,
@@ -204,7 +204,7 @@ async def test_a_schema_is_followed() -> None:
 )
 async def test_tokens_are_counted_as_those_of_the_prompt(fields: dict[str, Any], prompt: str) -> None:
     """Each byte is a token, and so is the tag."""
-    async with front_rig(scripted({}, cached_prompt_tokens=2)) as rig:
+    async with front_rig(scripted({}, page_size=1, cached=["u:", "T:"])) as rig:
         body = {name: value for name, value in (BODY | fields).items() if name != "max_tokens"}
         told = (await rig.http.post("/v1/messages/count_tokens", json=body)).json()
         usage = (await post(rig, **fields)).json()["usage"]

@@ -181,7 +181,7 @@ async def test_a_grammar_that_turns_out_too_complex_ends_its_output_only():
     )
     hard = {"regex": "(a|b)*a(a|b){8}c"}
     scripts = ids("ab" * 200 + "a")
-    engine._scripts = {(tuple(ids("a")), None): scripts}
+    engine.runner.scripts = {(tuple(ids("a")), None): scripts}
     async with serving(engine) as rig:
         failure = await failure_of(rig.inference.Generate(generate("a", constraint=hard)))
         assert (failure.code.name, list(failure.violations)) == ("INVALID_ARGUMENT", ["constraint.regex"])

@@ -148,7 +148,7 @@ async def test_the_answer_goes_back_to_the_template():
         "<|start|>tool<|message|>4<|end|><|start|>assistant"
     )
     options = json.dumps({"reasoning_effort": "low"})
-    async with serving(engine(f"{FINAL}Four.", prompt)) as rig:
+    async with serving(engine(f"{FINAL}Four.", prompt, prefix_cache_pages=0)) as rig:
         asked = types_pb2.ChatPrompt(messages=turns, tools=TOOLS, template_options_json=options)
         (output,) = await both(rig, chat=asked)
     assert said(output) == ("Four.", "", [])

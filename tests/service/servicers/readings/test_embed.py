@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from penstock.runtime.errors import NonFiniteLogits
-from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.prompting.prompts import most_cut_chars
 from penstock.runtime.requests.request import Pooling, PromptReading
 from penstock.service.replies.reply_budget import ReplyLimits
@@ -190,7 +189,7 @@ async def test_one_that_fails_ends_all():
         rig.engine.fail(rig.engine.seen[1].request_id, NonFiniteLogits())
         failure = await asyncio.wait_for(call, WAIT_S)
         assert failure.reason == "NON_FINITE_LOGITS"
-        await until(lambda: not rig.engine.load().num_running)
+        await until(lambda: not rig.engine.load().num_waiting)
         assert len(rig.engine.cancelled) == 2
 
 
@@ -205,7 +204,7 @@ async def test_an_abort_ends_all_and_tells_so():
         assert [one.outcome for one in reply.results] == [inference_pb2.ABORT_OUTCOME_ABORTED]
         failure = await asyncio.wait_for(call, WAIT_S)
         assert (failure.reason, "enough" in failure.message) == ("REQUEST_ABORTED", True)
-        assert not rig.engine.load().num_running
+        assert not rig.engine.load().num_waiting
 
 
 async def test_a_client_that_goes_away_frees_all():
@@ -213,7 +212,7 @@ async def test_a_client_that_goes_away_frees_all():
         call = rig.inference.Embed(embed("a", "b", "c"))
         await until(lambda: len(rig.engine.seen) == 3)
         call.cancel()
-        await until(lambda: not rig.engine.load().num_running)
+        await until(lambda: not rig.engine.load().num_waiting)
         assert len(rig.engine.cancelled) == 3
 
 
@@ -232,8 +231,7 @@ async def test_inputs_take_places_in_the_queue_like_outputs():
 
 async def test_each_vector_tells_its_weights():
     async with serving() as rig:
-        rig.engine.change(InFlightPolicy.WAIT, lambda report: rig.engine.go_live("new"))
-        await until(lambda: rig.engine.weights.generation == 2)
+        rig.engine.go_live("new")
         reply = await rig.inference.Embed(embed("a"))
         weights = reply.embeddings[0].weights
         assert (weights.generation, weights.label) == (2, "new")

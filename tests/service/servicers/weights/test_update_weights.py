@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ async def test_new_weights_serve() -> None:
         assert rig.engine.updater.serving == {name: data for name, (_, data) in NEW.items()}
         told = await info(rig)
         assert (await rig.inference.Generate(generate("y"))).outputs[0].weights[0].version == reply.current
+    assert reply.paused_for.ToNanoseconds() > 0
     assert reply == weights_pb2.UpdateWeightsResponse(
         current=version("new", 2),
         previous=version("initial", 1),
@@ -72,12 +74,12 @@ async def test_new_weights_serve() -> None:
         tensors_updated=2,
         bytes_received=TOTAL,
         staged_in=Duration(seconds=1, nanos=500_000_000),
-        paused_for=Duration(nanos=250_000_000),
+        paused_for=reply.paused_for,
         in_flight=weights_pb2.InFlightReport(),
         digest=hashlib.sha256(b"".join(data for _, data in NEW.values())).digest(),
     )
     assert (told.weights, told.weights_digest) == (reply.current, reply.digest)
-    assert told.weights_since.ToJsonString() == "2026-11-22T06:30:01Z"
+    assert told.weights_since.ToDatetime(UTC) == rig.engine.weights_since
 
 
 async def test_everything_asked_for_reaches_the_updater() -> None:
@@ -144,7 +146,7 @@ async def test_a_request_that_runs_is_waited_for() -> None:
         call = asyncio.ensure_future(rig.inference.Generate(generate("x")))
         await until(lambda: len(rig.engine.seen) == 1)
         pushing = asyncio.ensure_future(push(rig, steps(NEW)))
-        await until(lambda: bool(rig.engine.changes.queue))
+        await until(lambda: bool(rig.engine.waiting_changes))
         assert rig.engine.weights.generation == 1
         rig.engine.release()
         assert (await pushing).in_flight == weights_pb2.InFlightReport(waited=1)
@@ -183,11 +185,12 @@ async def test_staged_weights_are_committed() -> None:
         assert again.outcome == weights_pb2.UPDATE_OUTCOME_STAGED, "and no chunk was asked for"
         assert rig.engine.updater.serving == {}
         reply = await commit_staged(rig)
+        assert reply.paused_for.ToNanoseconds() > 0
         assert reply == control_pb2.CommitWeightsResponse(
             current=version("new", 2),
             previous=version("initial", 1),
             outcome=weights_pb2.UPDATE_OUTCOME_COMMITTED,
-            paused_for=Duration(nanos=250_000_000),
+            paused_for=reply.paused_for,
             in_flight=weights_pb2.InFlightReport(),
             digest=staged.digest,
         )
@@ -200,14 +203,18 @@ async def test_staged_weights_are_committed() -> None:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, InFlightPolicy.KEEP), ({"in_flight": 4}, InFlightPolicy.RECOMPUTE)],
+    [({}, "kept"), ({"in_flight": 4}, "recomputed")],
     ids=["as it began", "another"],
 )
-async def test_the_policy_of_a_commit(given: dict[str, Any], expected: InFlightPolicy) -> None:
-    async with serving(fake()) as rig:
+async def test_the_policy_of_a_commit(given: dict[str, Any], expected: str) -> None:
+    async with serving(fake(hold=True)) as rig:
+        call = asyncio.ensure_future(rig.inference.Generate(generate("a")))
+        await until(lambda: len(rig.engine.seen) == 1)
         await push(rig, steps(NEW, stage_only=True, in_flight=3))
-        await commit_staged(rig, **given)
-        assert rig.engine.changes.made == [expected]
+        reply = await commit_staged(rig, **given)
+        assert reply.in_flight == weights_pb2.InFlightReport(**{expected: 1})
+        rig.engine.release()
+        await asyncio.wait_for(call, 20)
 
 
 async def test_a_commit_that_waits_too_long_leaves_the_update_staged() -> None:
@@ -229,8 +236,8 @@ async def test_a_client_that_gives_up_its_commit_takes_it_back() -> None:
         await until(lambda: len(rig.engine.seen) == 1)
         await push(rig, steps(NEW, stage_only=True))
         committing = rig.control.CommitWeights(control_pb2.CommitWeightsRequest(update_id="u"))
-        await until(lambda: bool(rig.engine.changes.queue))
-        waiting = rig.engine.changes.queue[0].done
+        await until(lambda: bool(rig.engine.waiting_changes))
+        waiting = rig.engine.waiting_changes[0].done
         committing.cancel()
         await until(waiting.cancelled)
         rig.engine.release()

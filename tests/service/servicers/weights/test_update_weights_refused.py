@@ -259,8 +259,8 @@ async def test_a_client_that_gives_up_while_requests_are_waited_for(how: str) ->
         await until(lambda: len(engine.seen) == 1)
         timeout_s = 0.5 if how == "deadline" else 60
         pushing = asyncio.ensure_future(push(rig, steps(NEW), timeout=timeout_s))
-        await until(lambda: bool(engine.changes.queue))
-        waiting = engine.changes.queue[0].done
+        await until(lambda: bool(engine.waiting_changes))
+        waiting = engine.waiting_changes[0].done
         if how == "cancel":
             pushing.cancel()
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
@@ -353,7 +353,7 @@ async def test_a_server_that_stops_takes_back_an_update_that_waits() -> None:
         running = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(engine.seen) == 1)
         pushing = asyncio.ensure_future(failure_of(push(rig, steps(NEW))))
-        await until(lambda: bool(engine.changes.queue))
+        await until(lambda: bool(engine.waiting_changes))
         stopping = asyncio.ensure_future(rig.server.stop())
         assert (await pushing).reason == "DRAINING"
         engine.release()

@@ -44,7 +44,7 @@ def access_lines(caplog: pytest.LogCaptureFixture) -> list[AccessLine]:
 
 
 async def test_the_line_of_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(fake(cached_prompt_tokens=2)) as rig:
+    async with serving(fake(page_size=1, cached=["ab", "x"])) as rig:
         await rig.inference.Generate(generate("abc", request_id="r", stopping={"max_tokens": 4}))
         await collect(rig.inference.Stream(stream("xy", request_id="s", sampling={"n": 3})))
     assert lines(caplog) == [

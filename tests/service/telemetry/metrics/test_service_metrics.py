@@ -304,7 +304,7 @@ async def test_vllms_names():
         assert await value(rig, "vllm:generation_tokens_total", model_name="fake") == 4
         assert await value(rig, "vllm:request_success_total", finished_reason="stop") == 1
         assert await value(rig, "vllm:e2e_request_latency_seconds_count", engine="0") == 1
-        labels = {"model_name": "fake", "block_size": "16", "num_gpu_blocks": str(rig.engine.info.num_pages)}
+        labels = {"model_name": "fake", "block_size": "64", "num_gpu_blocks": str(rig.engine.info.num_pages)}
         assert await value(rig, "vllm:cache_config_info", **labels) == 1
     async with metrics_on() as rig:
         assert "vllm:" not in await page_of(rig.server)

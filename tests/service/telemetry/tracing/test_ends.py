@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
 
 from penstock.runtime.errors import EngineFailure
 from penstock.runtime.loop.interface import InFlightPolicy
-from penstock.runtime.scheduling.load import LostPages
 from penstock.service.replies import outputs
 from penstock.service.rpcs import ending
 from penstock.service.telemetry.options import TraceLevel
@@ -131,11 +130,14 @@ async def test_its_caller_cancels_it_while_it_decodes(receiver: OtlpReceiver) ->
 
 
 async def test_its_caller_cancels_it_while_it_waits(receiver: OtlpReceiver) -> None:
-    async with traced(receiver, hold=True) as rig:
-        call = rig.inference.Stream(stream("a", request_id="r"), metadata=SAMPLED)
+    async with traced(receiver, hold=True, max_num_seqs=1) as rig:
+        runs = asyncio.ensure_future(rig.inference.Generate(generate("a"), metadata=UNSAMPLED))
         await until(lambda: len(rig.engine.seen) == 1)
+        call = rig.inference.Stream(stream("a", request_id="r"), metadata=SAMPLED)
+        await until(lambda: len(rig.engine.seen) == 2)
         call.cancel()
         await until(lambda: bool(rig.engine.cancelled))
+        runs.cancel()
     trace = Trace(receiver, "r")
     assert trace.phases[2].name == "queue"
     assert "decode" not in [phase.name for phase in trace.phases]
@@ -161,8 +163,7 @@ async def test_its_deadline_passes(receiver: OtlpReceiver) -> None:
 async def test_its_time_limit_passes(receiver: OtlpReceiver) -> None:
     async with traced(receiver, hold=True) as rig:
         call = await begun(rig, stopping={"time_limit": {"seconds": 60}})
-        rig.engine.clock = lambda: time.monotonic() + 3600
-        rig.engine.step(1)
+        rig.engine.pass_time_limits()
         assert (await _rest(call))[-1].HasField("summary")
     trace = Trace(receiver, "r")
     trace.check(ALL)
@@ -182,11 +183,9 @@ async def test_it_is_aborted(receiver: OtlpReceiver) -> None:
 
 
 async def test_it_is_preempted(receiver: OtlpReceiver) -> None:
-    """That a real scheduler's preemptions come as such entries is shown in test_with_the_engine.py."""
     async with traced(receiver, hold=True) as rig:
         call = await begun(rig)
-        with rig.engine._changed:
-            rig.engine._recorded.recording.preempted([LostPages("r", 2)])
+        rig.engine.preempt()
         rig.engine.release()
         assert (await _rest(call))[-1].HasField("summary")
     trace = Trace(receiver, "r")
@@ -195,7 +194,11 @@ async def test_it_is_preempted(receiver: OtlpReceiver) -> None:
     assert event.name == "preempted"
     assert event.attributes == {"penstock.output.index": 0, "penstock.tokens.computed": 2}
     assert trace.request.start_ns < event.at_ns < trace.request.end_ns
-    assert trace.below("decode") == ["decode_window"] * 2
+    assert [name for name, _ in groupby(trace.below("decode"))] == [
+        "decode_window",
+        "prefill_chunk",
+        "decode_window",
+    ]
 
 
 async def test_the_engine_dies(receiver: OtlpReceiver) -> None:
@@ -345,8 +348,8 @@ async def test_beside_an_unsampled_request_only_the_sampled_one_is_linked(receiv
     trace = Trace(receiver, "r")
     trace.check(ALL)
     steps = [span for span in receiver.spans if span.name == "engine.step"]
-    assert len(steps) == len(trace.steps) == 2, "the other ran for many more"
-    assert [len(step.links) for step in steps] == [1, 1]
+    assert len(steps) == len(trace.steps) == 3, "one lets it in, and two make its tokens"
+    assert [len(step.links) for step in steps] == [1, 1, 1]
     assert steps[0].attributes["penstock.step.rows"] == 2
 
 

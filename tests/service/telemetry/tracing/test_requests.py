@@ -108,9 +108,12 @@ async def test_weight_updates_and_pauses_are_recorded_like_every_rpc(recorder):
 
 async def test_cached_tokens_adapter_and_priority_of_a_request(recorder):
     async with serving(
-        fake(cached_prompt_tokens=3, scheduling_policy="priority", max_adapters=1), tracing=recorder.tracing
+        fake(page_size=1, scheduling_policy="priority", max_adapters=1), tracing=recorder.tracing
     ) as rig:
         rig.engine.adapters.load("sql", AdapterTensors({"r": 8}, ()))
+        await rig.inference.Generate(generate("wxy", adapter="sql"))
+        await until(lambda: "text_completion fake" in recorder.spans)
+        recorder.clear()
         await rig.inference.Generate(generate("wxyz", priority=-7, adapter="sql"))
         await until(lambda: "text_completion fake" in recorder.spans)
     attributes = recorder.spans["text_completion fake"].attributes
