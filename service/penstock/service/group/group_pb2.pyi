@@ -218,7 +218,7 @@ class FollowResponse(_message.Message):
 
     @_builtins.property
     def piece(self) -> Global___Piece:
-        """Bytes of one of its tensors."""
+        """Values of one of its tensors."""
 
     @_builtins.property
     def update_end(self) -> Global___UpdateEnd:
@@ -534,7 +534,7 @@ class Prepared(_message.Message):
     number: _builtins.int
     """The number of the update."""
     digest: _builtins.bytes
-    """The SHA-256 of the tensors, as `digest_of` makes it."""
+    """The SHA-256 of what the follower got of the tensors, as `digest_of` makes it."""
     problem: _builtins.str
     """Why the update cannot be made here, in words; empty if it can."""
     @_builtins.property
@@ -627,7 +627,9 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class Piece(_message.Message):
-    """The next bytes of a tensor. A tensor's pieces follow each other; one without values has an empty piece."""
+    """The values of the next region of a tensor that the follower's devices need, in the order of
+    `following/regions.py`. A tensor's pieces follow each other; one of which nothing is needed has an empty piece.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
