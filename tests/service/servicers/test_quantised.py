@@ -16,19 +16,31 @@ from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import serving
 from tests.service.servicers.test_goldens import ask, cases_of, served
 from tests.support.goldens import QUANTISED, small_config
-
-pytestmark = pytest.mark.ci
+from tests.support.suite.drawing import few
 
 NAMES = sorted(folder.name for folder in QUANTISED.iterdir())
+CI = (
+    "awq_g64",
+    "bnb_nf4_double",
+    "ct_nvfp4a16",
+    "fp8_block",
+    "gptq_desc_act_g32",
+    "mlx_4bit_g64",
+    "torchao_intx4_g32",
+)
+"""One of each project's files. The values of all of them are compared without a server, too
+(`test_quantised_goldens.py`).
+"""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, (), ci=CI))
 async def test_answers_equal_those_of_pytorch_on_the_dequantised_weights(name: str) -> None:
     golden = f"{QUANTISED.name}/{name}"
     async with served(golden, page_size=8) as (rig, _):
         await asyncio.gather(*(ask(rig, case) for case in cases_of(golden)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [
