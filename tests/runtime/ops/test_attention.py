@@ -192,11 +192,8 @@ def test_a_cache_whose_rows_are_wider_is_for_those_who_know_it() -> None:
         check_cache(q, q, cache, None)
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_rows_that_are_wider_change_nothing(is_int8: bool) -> None:
+def test_rows_that_are_wider_change_nothing() -> None:
     """Zeros stand behind what is written, and what stands behind other rows does not count."""
-    shape = Shape(
-        heads=4, kv_heads=2, dim=DIM, page=PAGE, tokens=8, rows=2, width=4, pages=8, lanes=32, is_int8=is_int8
-    )
+    shape = Shape(heads=4, kv_heads=2, dim=DIM, page=PAGE, tokens=8, rows=2, width=4, pages=8, lanes=32)
     batch = draw([Case(5, 3), Case(2, 4)], shape, Options(), 0)
     check(batch, step(shape, Options(), False)(batch), 2e-5)

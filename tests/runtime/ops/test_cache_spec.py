@@ -65,30 +65,20 @@ def test_int8_takes_a_byte_for_each_number_and_four_for_each_scale() -> None:
 
 
 def test_rows_are_as_wide_as_the_lanes_of_a_chip() -> None:
-    """A key of 48 channels takes 128, and one of 192 takes 256, also in int8 with a scale of 4; state stays
-    as it is.
-    """
+    """A key of 48 channels takes 128, and one of 192 takes 256; state stays as it is."""
     state = SlotState((jax.ShapeDtypeStruct((3, 5), np.dtype(np.float32)),))
     cache = CacheSpec((LatentKV(32, 16), PagedKV(2, 192, 8), state)).laid_out(128)
     latent, paged, (kept,) = cache.arrays((5, 5), 4, 2, BF16)
     assert (latent.shape, paged.shape, kept.shape) == ((5, 1, 1, 4, 128), (5, 2, 2, 4, 256), (4, 3, 5))
     assert cache.page_bytes(4, BF16) == (4 * 128 + 2 * 2 * 4 * 256) * 2
-    assert cache.page_bytes(4, np.dtype(np.int8)) == 4 * 128 + 2 * 2 * 4 * 256
-    cache.check_dtype("int8")
 
 
-@pytest.mark.parametrize(("head_dim", "is_smaller"), [(64, True), (128, False), (192, True), (256, True)])
-def test_int8_is_refused_where_a_chip_keeps_it_in_as_many_bytes(head_dim: int, is_smaller: bool) -> None:
-    """In rows of multiples of 128 numbers 128 + 4 bytes take 256, as 128 numbers of 16 bits do."""
-    cache = CacheSpec((PagedKV(2, 256), PagedKV(2, head_dim)))
+def test_int8_is_refused_where_rows_are_laid_out_for_a_tpu() -> None:
+    cache = CacheSpec((PagedKV(2, 64), LatentKV(32, 16)))
     cache.check_dtype("int8")
-    on_chip = cache.laid_out(128)
-    on_chip.check_dtype("auto")
-    if is_smaller:
-        on_chip.check_dtype("int8")
-        return
-    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: .* 128 channels .* rows of 256 bytes"):
-        on_chip.check_dtype("int8")
+    cache.laid_out(128).check_dtype("auto")
+    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: .* on TPUs, not int8"):
+        cache.laid_out(128).check_dtype("int8")
 
 
 def test_latent_layers_have_pages_and_no_window() -> None:

@@ -183,7 +183,7 @@ def test_experts_are_read_as_often_as_they_are_drawn() -> None:
     assert found.decode.operations == 2 * 3 * products + 3 * 48 * 4 * 4 * 4
 
 
-def test_a_cache_of_int8_is_no_plan_where_the_chip_keeps_it_in_as_many_bytes() -> None:
+def test_a_cache_of_int8_is_no_plan_for_a_tpu() -> None:
     options = EngineConfig(max_num_seqs=1, max_model_len=64, kv_cache_dtype="int8")
     model = parse_config(LLAMA_3_1_8B)
     problem = plan(model, read_machine("tpu-v6e"), options).problem

@@ -45,7 +45,7 @@ class Shape:
     dtype: str = "float32"
     value_dim: int | None = None
     is_int8: bool = False  # the cache; dtype is that of the arguments
-    lanes: int = 1  # what the width of the cache's rows is a multiple of
+    lanes: int = 1  # what the width of the cache's rows of floats is a multiple of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _nothing(shape: Shape, rng: np.random.Generator) -> np.ndarray:
     if not is_int8:
         return np.full(whole, np.nan, jnp.dtype(shape.dtype))
     cache = rng.integers(-128, 128, whole).astype(np.int8)
-    cache[..., shape.dim : shape.dim + 4] = np.full(1, np.nan, np.float32).view(np.int8)
+    cache[..., -4:] = np.full(1, np.nan, np.float32).view(np.int8)
     return cache
 
 
@@ -167,9 +167,10 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
     slopes = rng.uniform(0.01, 1, shape.heads).astype(np.float32) if options.alibi else None
     keys_only = shape.value_dim is not None
     cache = _nothing(shape, rng)
-    padded = lambda x: np.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % shape.lanes),))
-    kept = lambda x: padded(quantized(x) if shape.is_int8 else x)
-    read = lambda rows: dequantized(rows[..., : shape.dim + 4]) if shape.is_int8 else rows[..., : shape.dim]
+    behind = -shape.dim % shape.lanes
+    padded = lambda x: np.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, behind),))
+    kept = quantized if shape.is_int8 else padded
+    read = dequantized if shape.is_int8 else lambda x: x[..., : shape.dim]
     starts, q_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
     expected, writes, at = [], [], 0
     for row, case in enumerate(cases):

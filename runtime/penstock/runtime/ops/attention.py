@@ -364,10 +364,11 @@ def check_cache(
     q: Array, v_new: Array | None, kv: Array, value_dim: int | None, *, may_be_wider: bool = False
 ) -> None:
     """Raise ValueError unless arguments and cache agree on how wide KV rows are, and on where values are.
-    may_be_wider: whether rows may have zeros behind what they hold of a head (`CacheSpec.laid_out`).
+    may_be_wider: whether rows of floats may have zeros behind the channels of a head (`CacheSpec.laid_out`).
     """
-    width = q.shape[2] + (SCALE_BYTES if kv.dtype == jnp.int8 else 0)
-    if kv.shape[4] != width and not (may_be_wider and kv.shape[4] > width):
+    is_int8 = kv.dtype == jnp.int8
+    width = q.shape[2] + (SCALE_BYTES if is_int8 else 0)
+    if kv.shape[4] != width and not (may_be_wider and not is_int8 and kv.shape[4] > width):
         raise ValueError(
             f"the KV rows of a cache of {kv.dtype} must be {width} wide for heads of {q.shape[2]}, "
             f"not {kv.shape[4]}"

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.ops.kv_rows import kv_layer_shape, row_width
+from penstock.runtime.ops.kv_rows import kv_layer_shape
 
 STATE_COPIES = 2
 """Copies of each slot's state, see the module's docstring."""
@@ -259,8 +259,8 @@ class CacheSpec:
         return tuple(layer for layer in self.layers if isinstance(layer, PagedKV | LatentKV))
 
     def check_dtype(self, kv_cache_dtype: str) -> None:
-        """Raise ConfigError if int8 is asked for and there are no keys and values, or if they would take as
-        much memory in int8 as in 16 bits. The cache must be laid out.
+        """Raise ConfigError if int8 is asked for and there are no keys and values, or on a TPU. The cache
+        must be laid out.
         """
         if kv_cache_dtype != "int8":
             return
@@ -269,15 +269,11 @@ class CacheSpec:
                 "kv_cache_dtype: must be auto or left out, not int8: the model has no layers that attend, so "
                 "it keeps no keys and values"
             )
-        for layer in self.paged:
-            numbers, codes = (
-                row_width(layer.head_dim, is_int8=is_int8, lanes=layer.lanes) for is_int8 in (False, True)
+        if any(layer.lanes > 1 for layer in self.paged):
+            raise ConfigError(
+                "kv_cache_dtype: must be auto or left out on TPUs, not int8: XLA would copy the whole cache "
+                "in each step"
             )
-            if layer.lanes > 1 and codes >= 2 * numbers:
-                raise ConfigError(
-                    f"kv_cache_dtype: must be auto or left out, not int8: keys of {layer.head_dim} channels "
-                    f"and their scale would lie in rows of {codes} bytes on this chip, as many as in bfloat16"
-                )
 
     def followed_by(self, draft: CacheSpec) -> CacheSpec:
         """Return the cache of a model, the first group of which has no window, and of a draft model without
@@ -290,7 +286,7 @@ class CacheSpec:
 
     def laid_out(self, lanes: int) -> CacheSpec:
         """Return the same cache with KV rows whose width is a multiple of so many channels, of which those
-        behind the model's own are zeros.
+        behind the model's own are zeros. `check_dtype` refuses rows in int8 there.
         """
         layers = (
             layer if isinstance(layer, SlotState) else replace(layer, lanes=lanes) for layer in self.layers

@@ -39,18 +39,12 @@ def kv_layer_shape(
 ) -> tuple[int, ...]:
     """Return the shape of one layer's cache: [page, key or value, kv head, offset, dim]. With `keys_only` the
     second axis has one entry, because the values are channels of the keys. With `is_int8` the last axis has
-    room for the scale, too. It is a multiple of `lanes`, and zeros stand behind the model's own numbers.
+    room for the scale, too; else it is a multiple of `lanes`, and zeros stand behind the model's own numbers.
 
     What one head reads of a page lies in one piece of memory, which is good for prefetchers and the TLB.
     """
-    width = row_width(head_dim, is_int8=is_int8, lanes=lanes)
+    width = head_dim + SCALE_BYTES if is_int8 else -(-head_dim // lanes) * lanes
     return (num_pages, 1 if keys_only else 2, num_kv_heads, page_size, width)
-
-
-def row_width(head_dim: int, *, is_int8: bool, lanes: int) -> int:
-    """Return the last axis of `kv_layer_shape`."""
-    numbers = head_dim + SCALE_BYTES if is_int8 else head_dim
-    return -(-numbers // lanes) * lanes
 
 
 def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
@@ -111,7 +105,7 @@ def widened(x: Array, width: int) -> Array:
 def read_kv(block: Array, dtype: np.dtype, dim: int) -> Array:
     """Return as float32 [..., dim] what lies in a part of a layer's cache, for a model in `dtype`."""
     if block.dtype == jnp.int8:
-        return dequantize_rows(block[..., : dim + SCALE_BYTES])
+        return dequantize_rows(block)
     if block.dtype == jnp.uint16:
         block = lax.bitcast_convert_type(block, dtype)
     return block[..., :dim].astype(jnp.float32)
