@@ -209,7 +209,7 @@ class FakeEngine(EngineCore):
         )
         self.adapter_reader = ContentReader() if self.config.max_adapters else None
         self.adapters = AdapterRegistry(
-            self.config, self.adapter_reader, self.scheduler.roster.adapters, self.pin_adapters
+            self.config, self.adapter_reader, self.scheduler.roster.adapters, self.name_adapters
         )
         self.updater = FakeUpdater(self)
         self.registry = Registry()

@@ -54,8 +54,7 @@ def added(x: np.ndarray, adapters: LinearAdapters) -> np.ndarray:
         smalls = []
         for _ in place.parts:
             a = pool[slot, at : at + place.in_size * rows.rank].reshape(-1, rows.rank, 2)
-            a = a.transpose(0, 2, 1).reshape(place.in_size, rows.rank)
-            smalls.append(x[row].astype(np.float64) @ a)
+            smalls.append(x[row].astype(np.float64) @ a.transpose(0, 2, 1).reshape(-1, rows.rank))
             at += a.size
         for small, size in zip(smalls, place.parts, strict=True):
             b = pool[slot, at : at + rows.rank * size].reshape(size // 16, rows.rank // 2, 16, 2)
@@ -125,7 +124,7 @@ OTHERS = {"residual": jnp.asarray(RESIDUAL), "up": jnp.asarray(UP), "norm": jnp.
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+    return np.asarray(1 / (1 + np.exp(-x)))
 
 
 EPILOGUES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], np.ndarray]]] = {
