@@ -166,10 +166,8 @@ def experts(
         width *= OUTPUTS
     none = jnp.zeros((*ids.shape, width), jnp.float32)
     between = None if adapters is None else jnp.zeros((*ids.shape, adapters.down.in_size), x.dtype)
-    stored_gate_up, stored_down = (
-        stack._replace(weight=as_stored(stack.weight)) for stack in (gate_up, down)
-    )
-    each = (jnp.arange(count, dtype=jnp.int32), stored_gate_up, stored_down)
+    gate_up, down = (stack._replace(weight=as_stored(stack.weight)) for stack in (gate_up, down))
+    each = (jnp.arange(count, dtype=jnp.int32), gate_up, down)
     (chosen, between), _ = jax.lax.scan(add, (none, between), each)
     if adapters is not None and chosen_rows is not None and between is not None:
         more = delta(between.reshape(-1, between.shape[2]), chosen_rows, adapters.down)
