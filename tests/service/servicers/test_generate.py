@@ -17,6 +17,8 @@ from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, ids, joined, serving, stream, until
 from tests.support.models.byte_text import EOS
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 A_TO_Z = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -24,9 +26,8 @@ async def answer(rig, request):
     return await asyncio.wait_for(rig.inference.Generate(request), 20)
 
 
-async def test_generate_answers_with_everything():
-    async with serving() as rig:
-        reply = await answer(rig, generate("a", request_id="one"))
+async def test_generate_answers_with_everything(rig):
+    reply = await answer(rig, generate("a", request_id="one"))
     (output,) = reply.outputs
     assert (reply.request_id, reply.model, reply.prompt.token_count) == ("one", "fake", 1)
     assert (output.index, output.text) == (0, A_TO_Z[1:])
@@ -45,9 +46,8 @@ async def test_generate_answers_with_everything():
     assert not reply.prompt.token_ids
 
 
-async def test_stream_follows_the_grammar():
-    async with serving() as rig:
-        messages = await collect(rig.inference.Stream(stream("w", request_id="one")))
+async def test_stream_follows_the_grammar(rig):
+    messages = await collect(rig.inference.Stream(stream("w", request_id="one")))
     started, finished, summary = messages[0].started, messages[-2].finished, messages[-1].summary
     assert (started.request_id, started.model, started.prompt.token_count) == ("one", "fake", 1)
     assert (started.weights.label, started.weights.generation) == ("initial", 1)
@@ -85,25 +85,22 @@ async def test_deltas_are_generates_output(name, tokens_per_step):
             assert parts == whole
 
 
-async def test_min_tokens_per_message_coalesces():
-    async with serving() as rig:
-        messages = await collect(rig.inference.Stream(stream("a", min_tokens_per_message=10)))
+async def test_min_tokens_per_message_coalesces(rig):
+    messages = await collect(rig.inference.Stream(stream("a", min_tokens_per_message=10)))
     sizes = [len(m.delta.token_ids) for m in messages[1:-2]]
     assert sum(sizes) == 26
     assert all(size >= 10 for size in sizes[:-1]), sizes
 
 
-async def test_empty_request_id_is_a_new_uuid():
-    async with serving() as rig:
-        replies = [await answer(rig, generate("y")) for _ in range(2)]
+async def test_empty_request_id_is_a_new_uuid(rig):
+    replies = [await answer(rig, generate("y")) for _ in range(2)]
     assert replies[0].request_id != replies[1].request_id
     assert all(uuid.UUID(reply.request_id) for reply in replies)
 
 
-async def test_request_id_reaches_the_engine():
-    async with serving() as rig:
-        await answer(rig, generate("y", request_id="mine"))
-        assert rig.engine.seen[0].request_id == "mine"
+async def test_request_id_reaches_the_engine(rig):
+    await answer(rig, generate("y", request_id="mine"))
+    assert rig.engine.seen[0].request_id == "mine"
 
 
 async def test_the_bound_of_proposals_reaches_the_engine_and_usage_tells_what_came_of_it():
@@ -120,27 +117,24 @@ async def test_the_bound_of_proposals_reaches_the_engine_and_usage_tells_what_ca
     assert (usage.proposed_tokens, usage.accepted_tokens) == (2, 2)
 
 
-async def test_model_may_be_named():
-    async with serving() as rig:
-        assert (await answer(rig, generate("y", model="fake"))).model == "fake"
+async def test_model_may_be_named(rig):
+    assert (await answer(rig, generate("y", model="fake"))).model == "fake"
 
 
-async def test_prompt_ids_are_used_as_they_are():
-    async with serving() as rig:
-        request = inference_pb2.GenerateRequest(prompt_token_ids=types_pb2.TokenIds(ids=ids("xy")))
-        assert (await answer(rig, request)).outputs[0].text == "z"
-        assert rig.engine.seen[0].prompt_token_ids == (120, 121)
+async def test_prompt_ids_are_used_as_they_are(rig):
+    request = inference_pb2.GenerateRequest(prompt_token_ids=types_pb2.TokenIds(ids=ids("xy")))
+    assert (await answer(rig, request)).outputs[0].text == "z"
+    assert rig.engine.seen[0].prompt_token_ids == (120, 121)
 
 
-async def test_chat_is_rendered_with_the_template():
+async def test_chat_is_rendered_with_the_template(rig):
     turns = [
         types_pb2.ChatMessage(role="system", content="be"),
         types_pb2.ChatMessage(role="user", content="hi"),
     ]
-    async with serving() as rig:
-        request = generate(chat=types_pb2.ChatPrompt(messages=turns), stopping={"max_tokens": 1})
-        reply = await answer(rig, request)
-        assert bytes(rig.engine.seen[0].prompt_token_ids) == b"s:be|u:hi|"
+    request = generate(chat=types_pb2.ChatPrompt(messages=turns), stopping={"max_tokens": 1})
+    reply = await answer(rig, request)
+    assert bytes(rig.engine.seen[0].prompt_token_ids) == b"s:be|u:hi|"
     assert reply.outputs[0].text == "}", "the byte after |"
     assert reply.prompt.token_count == 10
 
@@ -224,9 +218,8 @@ async def finish_and_text(rig, prompt="a", **fields):
     return types_pb2.FinishReason.Name(output.finish.reason), output.text, output
 
 
-async def test_max_tokens():
-    async with serving() as rig:
-        reason, text, _ = await finish_and_text(rig, stopping={"max_tokens": 3})
+async def test_max_tokens(rig):
+    reason, text, _ = await finish_and_text(rig, stopping={"max_tokens": 3})
     assert (reason, text) == ("FINISH_REASON_MAX_TOKENS", "bcd")
 
 
@@ -236,22 +229,18 @@ async def test_max_tokens_beyond_the_context_ends_context_full():
     assert (reason, text) == ("FINISH_REASON_CONTEXT_FULL", "bcdefgh")
 
 
-async def test_min_tokens_delays_the_end_and_stops():
+async def test_min_tokens_delays_the_end_and_stops(rig):
     """The fake engine writes an "a" if the end token is banned. "a" and "b" come too early; "d"
     is token 5.
     """
-    async with serving() as rig:
-        asked = {"min_tokens": 5, "stop": ["a", "b", "d"]}
-        assert (await finish_and_text(rig, "y", stopping=asked))[:2] == ("FINISH_REASON_STOP", "zabc")
-        assert (await finish_and_text(rig, "y", stopping={"min_tokens": 5}))[
-            1
-        ] == "zabcdefghijklmnopqrstuvwxyz"
+    asked = {"min_tokens": 5, "stop": ["a", "b", "d"]}
+    assert (await finish_and_text(rig, "y", stopping=asked))[:2] == ("FINISH_REASON_STOP", "zabc")
+    assert (await finish_and_text(rig, "y", stopping={"min_tokens": 5}))[1] == "zabcdefghijklmnopqrstuvwxyz"
 
 
-async def test_stop_string_across_tokens():
-    async with serving() as rig:
-        reason, text, output = await finish_and_text(rig, stopping={"stop": ["zzz", "fgh"]})
-        assert rig.engine.told[0][1].stop == "fgh", "the engine was told to stop"
+async def test_stop_string_across_tokens(rig):
+    reason, text, output = await finish_and_text(rig, stopping={"stop": ["zzz", "fgh"]})
+    assert rig.engine.told[0][1].stop == "fgh", "the engine was told to stop"
     assert (reason, text, output.finish.match.stop) == ("FINISH_REASON_STOP", "bcde", "fgh")
     assert list(output.token_ids) == ids("bcdefgh"), "ids are not held back, so those of the stop are there"
 
@@ -274,24 +263,21 @@ async def test_stop_string_wins_over_a_later_end_in_the_same_step():
     assert (reason, text) == ("FINISH_REASON_STOP", "x")
 
 
-async def test_stop_token_id_is_left_out():
-    async with serving() as rig:
-        reason, text, output = await finish_and_text(rig, stopping={"stop_token_ids": [ord("e")]})
+async def test_stop_token_id_is_left_out(rig):
+    reason, text, output = await finish_and_text(rig, stopping={"stop_token_ids": [ord("e")]})
     assert (reason, text, output.finish.match.token_id) == ("FINISH_REASON_STOP", "bcd", ord("e"))
     assert list(output.token_ids) == ids("bcd")
 
 
-async def test_include_stop_keeps_the_stop_token():
-    async with serving() as rig:
-        _, text, output = await finish_and_text(
-            rig, stopping={"stop_token_ids": [ord("e")], "include_stop": True}
-        )
+async def test_include_stop_keeps_the_stop_token(rig):
+    _, text, output = await finish_and_text(
+        rig, stopping={"stop_token_ids": [ord("e")], "include_stop": True}
+    )
     assert (text, list(output.token_ids)) == ("bcde", ids("bcde"))
 
 
-async def test_ignore_eos():
-    async with serving() as rig:
-        reason, text, output = await finish_and_text(rig, "y", stopping={"ignore_eos": True, "max_tokens": 4})
+async def test_ignore_eos(rig):
+    reason, text, output = await finish_and_text(rig, "y", stopping={"ignore_eos": True, "max_tokens": 4})
     assert (reason, text) == ("FINISH_REASON_MAX_TOKENS", "zab")
     assert list(output.token_ids) == [122, EOS, 97, 98]
 
@@ -309,11 +295,10 @@ async def test_time_limit_is_soft():
     assert engine.seen[0].stopping.time_limit_s == 300
 
 
-async def test_held_text_comes_with_the_end():
+async def test_held_text_comes_with_the_end(rig):
     """ "xyz" might become the stop "xyz!", and does not."""
-    async with serving() as rig:
-        assert (await finish_and_text(rig, "v", stopping={"stop": ["xyz!"]}))[1] == "wxyz"
-        messages = await collect(rig.inference.Stream(stream("v", stopping={"stop": ["xyz!"]})))
+    assert (await finish_and_text(rig, "v", stopping={"stop": ["xyz!"]}))[1] == "wxyz"
+    messages = await collect(rig.inference.Stream(stream("v", stopping={"stop": ["xyz!"]})))
     tokens = list(itertools.accumulate(len(m.delta.token_ids) for m in messages[1:-2]))
     assert tokens[-1] == 5
 
@@ -329,25 +314,22 @@ async def test_text_is_whole_characters():
     assert "".join(texts) == "\u00e9\U0001f600\ufffd\ufffd"
 
 
-async def test_text_off_runs_no_detokenizer():
-    async with serving() as rig:
-        reply = await answer(rig, generate("x", output={"text": False}))
+async def test_text_off_runs_no_detokenizer(rig):
+    reply = await answer(rig, generate("x", output={"text": False}))
     assert (reply.outputs[0].text, list(reply.outputs[0].token_ids)) == ("", [*ids("yz"), EOS])
 
 
-async def test_token_ids_off():
-    async with serving() as rig:
-        reply = await answer(rig, generate("x", output={"token_ids": False}))
+async def test_token_ids_off(rig):
+    reply = await answer(rig, generate("x", output={"token_ids": False}))
     assert (reply.outputs[0].text, list(reply.outputs[0].token_ids)) == ("yz", [])
     assert reply.usage.completion_tokens == 3
 
 
-async def test_logprobs():
+async def test_logprobs(rig):
     """By hand: the fake engine gives a token t the log-probability -t/8, and t and t + 1 as the likeliest
     tokens.
     """
-    async with serving() as rig:
-        reply = await answer(rig, generate("a", output={"logprobs": 2}, stopping={"max_tokens": 2}))
+    reply = await answer(rig, generate("a", output={"logprobs": 2}, stopping={"max_tokens": 2}))
     logprobs = reply.outputs[0].logprobs
     assert list(logprobs.sampled) == [-98 / 8, -99 / 8]
     assert [[(c.token_id, c.logprob) for c in t.candidates] for t in logprobs.top] == [
@@ -356,18 +338,16 @@ async def test_logprobs():
     ]
 
 
-async def test_special_tokens_are_shown_when_asked():
-    async with serving() as rig:
-        reply = await answer(rig, generate("y", output={"skip_special_tokens": False}))
+async def test_special_tokens_are_shown_when_asked(rig):
+    reply = await answer(rig, generate("y", output={"skip_special_tokens": False}))
     assert reply.outputs[0].text == "z<|end|>"
 
 
-async def test_prompt_ids_are_echoed_when_asked():
-    async with serving() as rig:
-        request = generate("xy", output={"echo_prompt_token_ids": True})
-        assert list((await answer(rig, request)).prompt.token_ids) == ids("xy")
-        messages = await collect(rig.inference.Stream(stream("xy", output={"echo_prompt_token_ids": True})))
-        assert list(messages[0].started.prompt.token_ids) == ids("xy")
+async def test_prompt_ids_are_echoed_when_asked(rig):
+    request = generate("xy", output={"echo_prompt_token_ids": True})
+    assert list((await answer(rig, request)).prompt.token_ids) == ids("xy")
+    messages = await collect(rig.inference.Stream(stream("xy", output={"echo_prompt_token_ids": True})))
+    assert list(messages[0].started.prompt.token_ids) == ids("xy")
 
 
 async def seen(engine, number):
