@@ -18,6 +18,8 @@ from penstock.v1 import control_pb2, types_pb2
 from tests.service.rig import CODEC, collect, failure_of, fake, generate, ids, joined, serving, stream
 from tests.support.models.byte_text import EOS, VOCAB
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -79,34 +81,31 @@ async def test_a_complete_grammar_ends_the_output():
         assert output.finish.match.token_id == EOS
 
 
-async def test_limits_and_stops_still_end_it():
-    async with serving() as rig:
-        output = await both(rig, constraint={"regex": "[b-y]*"}, stopping={"max_tokens": 4})
-        assert (output.text, output.finish.reason) == ("bcde", types_pb2.FINISH_REASON_MAX_TOKENS)
-        output = await both(rig, constraint={"regex": "[b-y]*"}, stopping={"stop": ["ef"]})
-        assert (output.text, output.finish.match.stop) == ("bcd", "ef")
+async def test_limits_and_stops_still_end_it(rig):
+    output = await both(rig, constraint={"regex": "[b-y]*"}, stopping={"max_tokens": 4})
+    assert (output.text, output.finish.reason) == ("bcde", types_pb2.FINISH_REASON_MAX_TOKENS)
+    output = await both(rig, constraint={"regex": "[b-y]*"}, stopping={"stop": ["ef"]})
+    assert (output.text, output.finish.match.stop) == ("bcd", "ef")
 
 
-async def test_each_output_has_its_own():
+async def test_each_output_has_its_own(rig):
     """Each of n outputs, and each of several requests that share a compiled grammar."""
     constraint = {"regex": "[d-f]{2}"}
-    async with serving() as rig:
-        reply = await rig.inference.Generate(generate("b", sampling={"n": 4}, constraint=constraint))
-        assert [o.text for o in reply.outputs] == ["de", "de", "ef", "fd"]
-        replies = await asyncio.gather(
-            *(rig.inference.Generate(generate("b", constraint=constraint)) for _ in range(8))
-        )
-        assert {reply.outputs[0].text for reply in replies} == {"de"}
-        assert len({id(request.constraint) for request in rig.engine.seen}) == 12
+    reply = await rig.inference.Generate(generate("b", sampling={"n": 4}, constraint=constraint))
+    assert [o.text for o in reply.outputs] == ["de", "de", "ef", "fd"]
+    replies = await asyncio.gather(
+        *(rig.inference.Generate(generate("b", constraint=constraint)) for _ in range(8))
+    )
+    assert {reply.outputs[0].text for reply in replies} == {"de"}
+    assert len({id(request.constraint) for request in rig.engine.seen}) == 12
 
 
-async def test_chats_and_token_ids_too():
+async def test_chats_and_token_ids_too(rig):
     chat = {"messages": [types_pb2.ChatMessage(role="user", content="hi")]}
-    async with serving() as rig:
-        for request in ({"chat": chat}, {"prompt_token_ids": {"ids": ids("a")}}):
-            assert (await both(rig, None, constraint={"regex": "[m-p]{3}"}, **request)).text in ("mno", "mmm")
-        output = await both(rig, constraint={"regex": "[m-p]{3}"}, output={"text": False})
-        assert (output.text, list(output.token_ids)) == ("", ids("mno"))
+    for request in ({"chat": chat}, {"prompt_token_ids": {"ids": ids("a")}}):
+        assert (await both(rig, None, constraint={"regex": "[m-p]{3}"}, **request)).text in ("mno", "mmm")
+    output = await both(rig, constraint={"regex": "[m-p]{3}"}, output={"text": False})
+    assert (output.text, list(output.token_ids)) == ("", ids("mno"))
 
 
 # -- refusals --
@@ -126,24 +125,22 @@ BAD = [
 
 
 @pytest.mark.parametrize(("constraint", "field", "message"), BAD, ids=range(len(BAD)))
-async def test_a_bad_grammar_is_refused_with_what_is_wrong(constraint, field, message):
+async def test_a_bad_grammar_is_refused_with_what_is_wrong(rig, constraint, field, message):
     """In llguidance's words if llguidance finds it."""
-    async with serving() as rig:
-        for call in (
-            rig.inference.Generate(generate("a", constraint=constraint)),
-            rig.inference.Stream(stream("a", constraint=constraint)).read(),
-        ):
-            failure = await failure_of(call)
-            assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
-            assert list(failure.violations) == [field]
-            assert message in failure.violations[field]
-        assert not rig.engine.seen
+    for call in (
+        rig.inference.Generate(generate("a", constraint=constraint)),
+        rig.inference.Stream(stream("a", constraint=constraint)).read(),
+    ):
+        failure = await failure_of(call)
+        assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+        assert list(failure.violations) == [field]
+        assert message in failure.violations[field]
+    assert not rig.engine.seen
 
 
-async def test_what_conversion_sees_comes_with_all_else():
+async def test_what_conversion_sees_comes_with_all_else(rig):
     fields = {"constraint": {"choice": {}}, "sampling": {"temperature": -1}, "stopping": {"max_tokens": 0}}
-    async with serving() as rig:
-        failure = await failure_of(rig.inference.Generate(generate("a", **fields)))
+    failure = await failure_of(rig.inference.Generate(generate("a", **fields)))
     assert set(failure.violations) == {"constraint.choice", "sampling.temperature", "stopping.max_tokens"}
 
 
