@@ -172,7 +172,7 @@ def test_a_leader_that_stops_lets_all_end_well_and_a_second_start_compiles_nothi
     """
     tokens = []
     for start, (flags, credentials) in enumerate((((), None), (TLS, certificates("ca.pem", "client")))):
-        with Group(str(GOLDEN / "qwen3"), CACHE, *flags) as group:
+        with Group(str(GOLDEN / "qwen3"), CACHE, "--grace=60", *flags) as group:
             group.wait_ready()
             reading = Reading(group.address, PROMPTS[0], credentials=credentials)
             thread = reading.start()
