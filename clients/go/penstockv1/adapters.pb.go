@@ -228,6 +228,7 @@ type PushAdapterRequest struct {
 	//	*PushAdapterRequest_Begin
 	//	*PushAdapterRequest_Chunk
 	//	*PushAdapterRequest_Commit
+	//	*PushAdapterRequest_Chunks
 	Step          isPushAdapterRequest_Step `protobuf_oneof:"step"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -297,6 +298,15 @@ func (x *PushAdapterRequest) GetCommit() *PushAdapterCommit {
 	return nil
 }
 
+func (x *PushAdapterRequest) GetChunks() *TensorChunks {
+	if x != nil {
+		if x, ok := x.Step.(*PushAdapterRequest_Chunks); ok {
+			return x.Chunks
+		}
+	}
+	return nil
+}
+
 type isPushAdapterRequest_Step interface {
 	isPushAdapterRequest_Step()
 }
@@ -316,11 +326,18 @@ type PushAdapterRequest_Commit struct {
 	Commit *PushAdapterCommit `protobuf:"bytes,3,opt,name=commit,proto3,oneof"`
 }
 
+type PushAdapterRequest_Chunks struct {
+	// Bytes of several tensors.
+	Chunks *TensorChunks `protobuf:"bytes,4,opt,name=chunks,proto3,oneof"`
+}
+
 func (*PushAdapterRequest_Begin) isPushAdapterRequest_Step() {}
 
 func (*PushAdapterRequest_Chunk) isPushAdapterRequest_Step() {}
 
 func (*PushAdapterRequest_Commit) isPushAdapterRequest_Step() {}
+
+func (*PushAdapterRequest_Chunks) isPushAdapterRequest_Step() {}
 
 // What an adapter is that follows on the stream.
 type PushAdapterBegin struct {
@@ -948,11 +965,12 @@ const file_penstock_v1_adapters_proto_rawDesc = "" +
 	"\x06pinned\x18\x04 \x01(\bR\x06pinned\"}\n" +
 	"\x13LoadAdapterResponse\x12.\n" +
 	"\aadapter\x18\x01 \x01(\v2\x14.penstock.v1.AdapterR\aadapter\x126\n" +
-	"\tloaded_in\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bloadedIn\"\xbf\x01\n" +
+	"\tloaded_in\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bloadedIn\"\xf4\x01\n" +
 	"\x12PushAdapterRequest\x125\n" +
 	"\x05begin\x18\x01 \x01(\v2\x1d.penstock.v1.PushAdapterBeginH\x00R\x05begin\x120\n" +
 	"\x05chunk\x18\x02 \x01(\v2\x18.penstock.v1.TensorChunkH\x00R\x05chunk\x128\n" +
-	"\x06commit\x18\x03 \x01(\v2\x1e.penstock.v1.PushAdapterCommitH\x00R\x06commitB\x06\n" +
+	"\x06commit\x18\x03 \x01(\v2\x1e.penstock.v1.PushAdapterCommitH\x00R\x06commit\x123\n" +
+	"\x06chunks\x18\x04 \x01(\v2\x19.penstock.v1.TensorChunksH\x00R\x06chunksB\x06\n" +
 	"\x04step\"\xb2\x01\n" +
 	"\x10PushAdapterBegin\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1f\n" +
@@ -1031,8 +1049,9 @@ var file_penstock_v1_adapters_proto_goTypes = []any{
 	(*Adapter)(nil),               // 13: penstock.v1.Adapter
 	(*durationpb.Duration)(nil),   // 14: google.protobuf.Duration
 	(*TensorChunk)(nil),           // 15: penstock.v1.TensorChunk
-	(*TensorManifest)(nil),        // 16: penstock.v1.TensorManifest
-	(*timestamppb.Timestamp)(nil), // 17: google.protobuf.Timestamp
+	(*TensorChunks)(nil),          // 16: penstock.v1.TensorChunks
+	(*TensorManifest)(nil),        // 17: penstock.v1.TensorManifest
+	(*timestamppb.Timestamp)(nil), // 18: google.protobuf.Timestamp
 }
 var file_penstock_v1_adapters_proto_depIdxs = []int32{
 	13, // 0: penstock.v1.LoadAdapterResponse.adapter:type_name -> penstock.v1.Adapter
@@ -1040,18 +1059,19 @@ var file_penstock_v1_adapters_proto_depIdxs = []int32{
 	4,  // 2: penstock.v1.PushAdapterRequest.begin:type_name -> penstock.v1.PushAdapterBegin
 	15, // 3: penstock.v1.PushAdapterRequest.chunk:type_name -> penstock.v1.TensorChunk
 	5,  // 4: penstock.v1.PushAdapterRequest.commit:type_name -> penstock.v1.PushAdapterCommit
-	16, // 5: penstock.v1.PushAdapterBegin.manifest:type_name -> penstock.v1.TensorManifest
-	13, // 6: penstock.v1.PushAdapterResponse.adapter:type_name -> penstock.v1.Adapter
-	14, // 7: penstock.v1.PushAdapterResponse.loaded_in:type_name -> google.protobuf.Duration
-	13, // 8: penstock.v1.PinAdapterResponse.adapter:type_name -> penstock.v1.Adapter
-	13, // 9: penstock.v1.ListAdaptersResponse.adapters:type_name -> penstock.v1.Adapter
-	0,  // 10: penstock.v1.Adapter.state:type_name -> penstock.v1.AdapterState
-	17, // 11: penstock.v1.Adapter.last_used:type_name -> google.protobuf.Timestamp
-	12, // [12:12] is the sub-list for method output_type
-	12, // [12:12] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	16, // 5: penstock.v1.PushAdapterRequest.chunks:type_name -> penstock.v1.TensorChunks
+	17, // 6: penstock.v1.PushAdapterBegin.manifest:type_name -> penstock.v1.TensorManifest
+	13, // 7: penstock.v1.PushAdapterResponse.adapter:type_name -> penstock.v1.Adapter
+	14, // 8: penstock.v1.PushAdapterResponse.loaded_in:type_name -> google.protobuf.Duration
+	13, // 9: penstock.v1.PinAdapterResponse.adapter:type_name -> penstock.v1.Adapter
+	13, // 10: penstock.v1.ListAdaptersResponse.adapters:type_name -> penstock.v1.Adapter
+	0,  // 11: penstock.v1.Adapter.state:type_name -> penstock.v1.AdapterState
+	18, // 12: penstock.v1.Adapter.last_used:type_name -> google.protobuf.Timestamp
+	13, // [13:13] is the sub-list for method output_type
+	13, // [13:13] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_adapters_proto_init() }
@@ -1064,6 +1084,7 @@ func file_penstock_v1_adapters_proto_init() {
 		(*PushAdapterRequest_Begin)(nil),
 		(*PushAdapterRequest_Chunk)(nil),
 		(*PushAdapterRequest_Commit)(nil),
+		(*PushAdapterRequest_Chunks)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{

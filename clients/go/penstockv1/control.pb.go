@@ -619,7 +619,8 @@ type GetServerInfoResponse struct {
 	// all groups of layers with equal windows. So it says how many tokens fit only where all layers are alike.
 	// Unit: pages.
 	KvPagesTotal uint64 `protobuf:"varint,7,opt,name=kv_pages_total,json=kvPagesTotal,proto3" json:"kv_pages_total,omitempty"`
-	// The most bytes of TensorChunk.data; 0 on a server that takes neither updates nor adapters.
+	// The most bytes of TensorChunk.data, and of those of all chunks of TensorChunks; 0 on a server that takes neither
+	// updates nor adapters.
 	// Unit: bytes.
 	MaxChunkBytes uint32 `protobuf:"varint,8,opt,name=max_chunk_bytes,json=maxChunkBytes,proto3" json:"max_chunk_bytes,omitempty"`
 	// The largest OutputOptions.logprobs and prompt_logprobs.

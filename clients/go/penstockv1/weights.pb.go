@@ -362,6 +362,7 @@ type UpdateWeightsRequest struct {
 	//	*UpdateWeightsRequest_Begin
 	//	*UpdateWeightsRequest_Chunk
 	//	*UpdateWeightsRequest_Commit
+	//	*UpdateWeightsRequest_Chunks
 	Step          isUpdateWeightsRequest_Step `protobuf_oneof:"step"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -431,6 +432,15 @@ func (x *UpdateWeightsRequest) GetCommit() *UpdateWeightsCommit {
 	return nil
 }
 
+func (x *UpdateWeightsRequest) GetChunks() *TensorChunks {
+	if x != nil {
+		if x, ok := x.Step.(*UpdateWeightsRequest_Chunks); ok {
+			return x.Chunks
+		}
+	}
+	return nil
+}
+
 type isUpdateWeightsRequest_Step interface {
 	isUpdateWeightsRequest_Step()
 }
@@ -450,11 +460,18 @@ type UpdateWeightsRequest_Commit struct {
 	Commit *UpdateWeightsCommit `protobuf:"bytes,3,opt,name=commit,proto3,oneof"`
 }
 
+type UpdateWeightsRequest_Chunks struct {
+	// Bytes of several tensors: only when begin has a manifest.
+	Chunks *TensorChunks `protobuf:"bytes,4,opt,name=chunks,proto3,oneof"`
+}
+
 func (*UpdateWeightsRequest_Begin) isUpdateWeightsRequest_Step() {}
 
 func (*UpdateWeightsRequest_Chunk) isUpdateWeightsRequest_Step() {}
 
 func (*UpdateWeightsRequest_Commit) isUpdateWeightsRequest_Step() {}
+
+func (*UpdateWeightsRequest_Chunks) isUpdateWeightsRequest_Step() {}
 
 // What an update is, and what becomes of running requests.
 type UpdateWeightsBegin struct {
@@ -869,6 +886,55 @@ func (x *TensorChunk) GetData() []byte {
 	return nil
 }
 
+// Chunks in one message, as if each came in a message of its own, in this order. Many small tensors are sent so in a
+// fraction of the time.
+type TensorChunks struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The chunks.
+	// Default: none. Limits: 1 to 4,096 chunks, whose data have at most GetServerInfoResponse.max_chunk_bytes bytes
+	// together.
+	Chunks        []*TensorChunk `protobuf:"bytes,1,rep,name=chunks,proto3" json:"chunks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TensorChunks) Reset() {
+	*x = TensorChunks{}
+	mi := &file_penstock_v1_weights_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TensorChunks) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TensorChunks) ProtoMessage() {}
+
+func (x *TensorChunks) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_weights_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TensorChunks.ProtoReflect.Descriptor instead.
+func (*TensorChunks) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *TensorChunks) GetChunks() []*TensorChunk {
+	if x != nil {
+		return x.Chunks
+	}
+	return nil
+}
+
 // The end of what is sent. The update goes live when the stream has ended.
 type UpdateWeightsCommit struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -881,7 +947,7 @@ type UpdateWeightsCommit struct {
 
 func (x *UpdateWeightsCommit) Reset() {
 	*x = UpdateWeightsCommit{}
-	mi := &file_penstock_v1_weights_proto_msgTypes[5]
+	mi := &file_penstock_v1_weights_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -893,7 +959,7 @@ func (x *UpdateWeightsCommit) String() string {
 func (*UpdateWeightsCommit) ProtoMessage() {}
 
 func (x *UpdateWeightsCommit) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_weights_proto_msgTypes[5]
+	mi := &file_penstock_v1_weights_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -906,7 +972,7 @@ func (x *UpdateWeightsCommit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateWeightsCommit.ProtoReflect.Descriptor instead.
 func (*UpdateWeightsCommit) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{5}
+	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *UpdateWeightsCommit) GetTotalBytes() uint64 {
@@ -947,7 +1013,7 @@ type UpdateWeightsResponse struct {
 
 func (x *UpdateWeightsResponse) Reset() {
 	*x = UpdateWeightsResponse{}
-	mi := &file_penstock_v1_weights_proto_msgTypes[6]
+	mi := &file_penstock_v1_weights_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -959,7 +1025,7 @@ func (x *UpdateWeightsResponse) String() string {
 func (*UpdateWeightsResponse) ProtoMessage() {}
 
 func (x *UpdateWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_weights_proto_msgTypes[6]
+	mi := &file_penstock_v1_weights_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -972,7 +1038,7 @@ func (x *UpdateWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateWeightsResponse.ProtoReflect.Descriptor instead.
 func (*UpdateWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{6}
+	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *UpdateWeightsResponse) GetCurrent() *WeightsVersion {
@@ -1061,7 +1127,7 @@ type InFlightReport struct {
 
 func (x *InFlightReport) Reset() {
 	*x = InFlightReport{}
-	mi := &file_penstock_v1_weights_proto_msgTypes[7]
+	mi := &file_penstock_v1_weights_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1073,7 +1139,7 @@ func (x *InFlightReport) String() string {
 func (*InFlightReport) ProtoMessage() {}
 
 func (x *InFlightReport) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_weights_proto_msgTypes[7]
+	mi := &file_penstock_v1_weights_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1086,7 +1152,7 @@ func (x *InFlightReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InFlightReport.ProtoReflect.Descriptor instead.
 func (*InFlightReport) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{7}
+	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *InFlightReport) GetWaited() uint32 {
@@ -1130,7 +1196,7 @@ type TensorErrors struct {
 
 func (x *TensorErrors) Reset() {
 	*x = TensorErrors{}
-	mi := &file_penstock_v1_weights_proto_msgTypes[8]
+	mi := &file_penstock_v1_weights_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1142,7 +1208,7 @@ func (x *TensorErrors) String() string {
 func (*TensorErrors) ProtoMessage() {}
 
 func (x *TensorErrors) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_weights_proto_msgTypes[8]
+	mi := &file_penstock_v1_weights_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1155,7 +1221,7 @@ func (x *TensorErrors) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorErrors.ProtoReflect.Descriptor instead.
 func (*TensorErrors) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{8}
+	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TensorErrors) GetErrors() []*TensorError {
@@ -1189,7 +1255,7 @@ type TensorError struct {
 
 func (x *TensorError) Reset() {
 	*x = TensorError{}
-	mi := &file_penstock_v1_weights_proto_msgTypes[9]
+	mi := &file_penstock_v1_weights_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1201,7 +1267,7 @@ func (x *TensorError) String() string {
 func (*TensorError) ProtoMessage() {}
 
 func (x *TensorError) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_weights_proto_msgTypes[9]
+	mi := &file_penstock_v1_weights_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1214,7 +1280,7 @@ func (x *TensorError) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorError.ProtoReflect.Descriptor instead.
 func (*TensorError) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{9}
+	return file_penstock_v1_weights_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TensorError) GetName() string {
@@ -1249,11 +1315,12 @@ var File_penstock_v1_weights_proto protoreflect.FileDescriptor
 
 const file_penstock_v1_weights_proto_rawDesc = "" +
 	"\n" +
-	"\x19penstock/v1/weights.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17penstock/v1/types.proto\"\xc5\x01\n" +
+	"\x19penstock/v1/weights.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17penstock/v1/types.proto\"\xfa\x01\n" +
 	"\x14UpdateWeightsRequest\x127\n" +
 	"\x05begin\x18\x01 \x01(\v2\x1f.penstock.v1.UpdateWeightsBeginH\x00R\x05begin\x120\n" +
 	"\x05chunk\x18\x02 \x01(\v2\x18.penstock.v1.TensorChunkH\x00R\x05chunk\x12:\n" +
-	"\x06commit\x18\x03 \x01(\v2 .penstock.v1.UpdateWeightsCommitH\x00R\x06commitB\x06\n" +
+	"\x06commit\x18\x03 \x01(\v2 .penstock.v1.UpdateWeightsCommitH\x00R\x06commit\x123\n" +
+	"\x06chunks\x18\x04 \x01(\v2\x19.penstock.v1.TensorChunksH\x00R\x06chunksB\x06\n" +
 	"\x04step\"\xcf\x04\n" +
 	"\x12UpdateWeightsBegin\x12\x1b\n" +
 	"\tupdate_id\x18\x01 \x01(\tR\bupdateId\x12#\n" +
@@ -1285,7 +1352,9 @@ const file_penstock_v1_weights_proto_rawDesc = "" +
 	"\vTensorChunk\x12!\n" +
 	"\ftensor_index\x18\x01 \x01(\rR\vtensorIndex\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n" +
-	"\x04data\x18\x03 \x01(\fR\x04data\"6\n" +
+	"\x04data\x18\x03 \x01(\fR\x04data\"@\n" +
+	"\fTensorChunks\x120\n" +
+	"\x06chunks\x18\x01 \x03(\v2\x18.penstock.v1.TensorChunkR\x06chunks\"6\n" +
 	"\x13UpdateWeightsCommit\x12\x1f\n" +
 	"\vtotal_bytes\x18\x01 \x01(\x04R\n" +
 	"totalBytes\"\xd1\x03\n" +
@@ -1365,7 +1434,7 @@ func file_penstock_v1_weights_proto_rawDescGZIP() []byte {
 }
 
 var file_penstock_v1_weights_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_penstock_v1_weights_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
+var file_penstock_v1_weights_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_penstock_v1_weights_proto_goTypes = []any{
 	(UpdateOutcome)(0),            // 0: penstock.v1.UpdateOutcome
 	(InFlightPolicy)(0),           // 1: penstock.v1.InFlightPolicy
@@ -1377,39 +1446,42 @@ var file_penstock_v1_weights_proto_goTypes = []any{
 	(*TensorManifest)(nil),        // 7: penstock.v1.TensorManifest
 	(*TensorSpec)(nil),            // 8: penstock.v1.TensorSpec
 	(*TensorChunk)(nil),           // 9: penstock.v1.TensorChunk
-	(*UpdateWeightsCommit)(nil),   // 10: penstock.v1.UpdateWeightsCommit
-	(*UpdateWeightsResponse)(nil), // 11: penstock.v1.UpdateWeightsResponse
-	(*InFlightReport)(nil),        // 12: penstock.v1.InFlightReport
-	(*TensorErrors)(nil),          // 13: penstock.v1.TensorErrors
-	(*TensorError)(nil),           // 14: penstock.v1.TensorError
-	(*durationpb.Duration)(nil),   // 15: google.protobuf.Duration
-	(*WeightsVersion)(nil),        // 16: penstock.v1.WeightsVersion
+	(*TensorChunks)(nil),          // 10: penstock.v1.TensorChunks
+	(*UpdateWeightsCommit)(nil),   // 11: penstock.v1.UpdateWeightsCommit
+	(*UpdateWeightsResponse)(nil), // 12: penstock.v1.UpdateWeightsResponse
+	(*InFlightReport)(nil),        // 13: penstock.v1.InFlightReport
+	(*TensorErrors)(nil),          // 14: penstock.v1.TensorErrors
+	(*TensorError)(nil),           // 15: penstock.v1.TensorError
+	(*durationpb.Duration)(nil),   // 16: google.protobuf.Duration
+	(*WeightsVersion)(nil),        // 17: penstock.v1.WeightsVersion
 }
 var file_penstock_v1_weights_proto_depIdxs = []int32{
 	6,  // 0: penstock.v1.UpdateWeightsRequest.begin:type_name -> penstock.v1.UpdateWeightsBegin
 	9,  // 1: penstock.v1.UpdateWeightsRequest.chunk:type_name -> penstock.v1.TensorChunk
-	10, // 2: penstock.v1.UpdateWeightsRequest.commit:type_name -> penstock.v1.UpdateWeightsCommit
-	7,  // 3: penstock.v1.UpdateWeightsBegin.manifest:type_name -> penstock.v1.TensorManifest
-	1,  // 4: penstock.v1.UpdateWeightsBegin.in_flight:type_name -> penstock.v1.InFlightPolicy
-	15, // 5: penstock.v1.UpdateWeightsBegin.drain_timeout:type_name -> google.protobuf.Duration
-	2,  // 6: penstock.v1.UpdateWeightsBegin.staging:type_name -> penstock.v1.StagingMode
-	8,  // 7: penstock.v1.TensorManifest.tensors:type_name -> penstock.v1.TensorSpec
-	3,  // 8: penstock.v1.TensorSpec.dtype:type_name -> penstock.v1.DataType
-	16, // 9: penstock.v1.UpdateWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
-	16, // 10: penstock.v1.UpdateWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
-	0,  // 11: penstock.v1.UpdateWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
-	15, // 12: penstock.v1.UpdateWeightsResponse.staged_in:type_name -> google.protobuf.Duration
-	15, // 13: penstock.v1.UpdateWeightsResponse.paused_for:type_name -> google.protobuf.Duration
-	12, // 14: penstock.v1.UpdateWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
-	14, // 15: penstock.v1.TensorErrors.errors:type_name -> penstock.v1.TensorError
-	4,  // 16: penstock.v1.TensorError.reason:type_name -> penstock.v1.TensorErrorReason
-	8,  // 17: penstock.v1.TensorError.expected:type_name -> penstock.v1.TensorSpec
-	8,  // 18: penstock.v1.TensorError.received:type_name -> penstock.v1.TensorSpec
-	19, // [19:19] is the sub-list for method output_type
-	19, // [19:19] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	11, // 2: penstock.v1.UpdateWeightsRequest.commit:type_name -> penstock.v1.UpdateWeightsCommit
+	10, // 3: penstock.v1.UpdateWeightsRequest.chunks:type_name -> penstock.v1.TensorChunks
+	7,  // 4: penstock.v1.UpdateWeightsBegin.manifest:type_name -> penstock.v1.TensorManifest
+	1,  // 5: penstock.v1.UpdateWeightsBegin.in_flight:type_name -> penstock.v1.InFlightPolicy
+	16, // 6: penstock.v1.UpdateWeightsBegin.drain_timeout:type_name -> google.protobuf.Duration
+	2,  // 7: penstock.v1.UpdateWeightsBegin.staging:type_name -> penstock.v1.StagingMode
+	8,  // 8: penstock.v1.TensorManifest.tensors:type_name -> penstock.v1.TensorSpec
+	3,  // 9: penstock.v1.TensorSpec.dtype:type_name -> penstock.v1.DataType
+	9,  // 10: penstock.v1.TensorChunks.chunks:type_name -> penstock.v1.TensorChunk
+	17, // 11: penstock.v1.UpdateWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
+	17, // 12: penstock.v1.UpdateWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
+	0,  // 13: penstock.v1.UpdateWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
+	16, // 14: penstock.v1.UpdateWeightsResponse.staged_in:type_name -> google.protobuf.Duration
+	16, // 15: penstock.v1.UpdateWeightsResponse.paused_for:type_name -> google.protobuf.Duration
+	13, // 16: penstock.v1.UpdateWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	15, // 17: penstock.v1.TensorErrors.errors:type_name -> penstock.v1.TensorError
+	4,  // 18: penstock.v1.TensorError.reason:type_name -> penstock.v1.TensorErrorReason
+	8,  // 19: penstock.v1.TensorError.expected:type_name -> penstock.v1.TensorSpec
+	8,  // 20: penstock.v1.TensorError.received:type_name -> penstock.v1.TensorSpec
+	21, // [21:21] is the sub-list for method output_type
+	21, // [21:21] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_weights_proto_init() }
@@ -1422,6 +1494,7 @@ func file_penstock_v1_weights_proto_init() {
 		(*UpdateWeightsRequest_Begin)(nil),
 		(*UpdateWeightsRequest_Chunk)(nil),
 		(*UpdateWeightsRequest_Commit)(nil),
+		(*UpdateWeightsRequest_Chunks)(nil),
 	}
 	file_penstock_v1_weights_proto_msgTypes[1].OneofWrappers = []any{
 		(*UpdateWeightsBegin_Manifest)(nil),
@@ -1433,7 +1506,7 @@ func file_penstock_v1_weights_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_weights_proto_rawDesc), len(file_penstock_v1_weights_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   10,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -17,7 +17,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from penstock.v1 import weights_pb2 as penstock_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/adapters.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19penstock/v1/weights.proto\"l\n\x12LoadAdapterRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x10\n\x03uri\x18\x02 \x01(\tR\x03uri\x12\x18\n\x07replace\x18\x03 \x01(\x08R\x07replace\x12\x16\n\x06pinned\x18\x04 \x01(\x08R\x06pinned\"}\n\x13LoadAdapterResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.penstock.v1.AdapterR\x07\x61\x64\x61pter\x12\x36\n\tloaded_in\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08loadedIn\"\xbf\x01\n\x12PushAdapterRequest\x12\x35\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1d.penstock.v1.PushAdapterBeginH\x00R\x05\x62\x65gin\x12\x30\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.penstock.v1.TensorChunkH\x00R\x05\x63hunk\x12\x38\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x1e.penstock.v1.PushAdapterCommitH\x00R\x06\x63ommitB\x06\n\x04step\"\xb2\x01\n\x10PushAdapterBegin\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x1f\n\x0b\x63onfig_json\x18\x02 \x01(\tR\nconfigJson\x12\x37\n\x08manifest\x18\x03 \x01(\x0b\x32\x1b.penstock.v1.TensorManifestR\x08manifest\x12\x18\n\x07replace\x18\x04 \x01(\x08R\x07replace\x12\x16\n\x06pinned\x18\x05 \x01(\x08R\x06pinned\"4\n\x11PushAdapterCommit\x12\x1f\n\x0btotal_bytes\x18\x01 \x01(\x04R\ntotalBytes\"\xa4\x01\n\x13PushAdapterResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.penstock.v1.AdapterR\x07\x61\x64\x61pter\x12\x36\n\tloaded_in\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08loadedIn\x12%\n\x0e\x62ytes_received\x18\x03 \x01(\x04R\rbytesReceived\"*\n\x14UnloadAdapterRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\"B\n\x15UnloadAdapterResponse\x12)\n\x10running_requests\x18\x01 \x01(\rR\x0frunningRequests\"?\n\x11PinAdapterRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06pinned\x18\x02 \x01(\x08R\x06pinned\"D\n\x12PinAdapterResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.penstock.v1.AdapterR\x07\x61\x64\x61pter\"\x15\n\x13ListAdaptersRequest\"H\n\x14ListAdaptersResponse\x12\x30\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.penstock.v1.AdapterR\x08\x61\x64\x61pters\"\xd4\x02\n\x07\x41\x64\x61pter\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12/\n\x05state\x18\x02 \x01(\x0e\x32\x19.penstock.v1.AdapterStateR\x05state\x12\x12\n\x04rank\x18\x03 \x01(\rR\x04rank\x12%\n\x0etarget_modules\x18\x04 \x03(\tR\rtargetModules\x12\x1d\n\nsize_bytes\x18\x05 \x01(\x04R\tsizeBytes\x12\x16\n\x06\x64igest\x18\x06 \x01(\x0cR\x06\x64igest\x12\x37\n\tlast_used\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08lastUsed\x12)\n\x10running_requests\x18\x08 \x01(\rR\x0frunningRequests\x12\x16\n\x06pinned\x18\t \x01(\x08R\x06pinned\x12\x16\n\x06source\x18\n \x01(\tR\x06source*|\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x44\x41PTER_STATE_LOADING\x10\x01\x12\x18\n\x14\x41\x44\x41PTER_STATE_CACHED\x10\x02\x12\x18\n\x14\x41\x44\x41PTER_STATE_LOADED\x10\x03\x42>\n\x0bpenstock.v1B\rAdaptersProtoP\x01Z\x1epenstock/clients/go/penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/adapters.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19penstock/v1/weights.proto\"l\n\x12LoadAdapterRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x10\n\x03uri\x18\x02 \x01(\tR\x03uri\x12\x18\n\x07replace\x18\x03 \x01(\x08R\x07replace\x12\x16\n\x06pinned\x18\x04 \x01(\x08R\x06pinned\"}\n\x13LoadAdapterResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.penstock.v1.AdapterR\x07\x61\x64\x61pter\x12\x36\n\tloaded_in\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08loadedIn\"\xf4\x01\n\x12PushAdapterRequest\x12\x35\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1d.penstock.v1.PushAdapterBeginH\x00R\x05\x62\x65gin\x12\x30\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.penstock.v1.TensorChunkH\x00R\x05\x63hunk\x12\x38\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x1e.penstock.v1.PushAdapterCommitH\x00R\x06\x63ommit\x12\x33\n\x06\x63hunks\x18\x04 \x01(\x0b\x32\x19.penstock.v1.TensorChunksH\x00R\x06\x63hunksB\x06\n\x04step\"\xb2\x01\n\x10PushAdapterBegin\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x1f\n\x0b\x63onfig_json\x18\x02 \x01(\tR\nconfigJson\x12\x37\n\x08manifest\x18\x03 \x01(\x0b\x32\x1b.penstock.v1.TensorManifestR\x08manifest\x12\x18\n\x07replace\x18\x04 \x01(\x08R\x07replace\x12\x16\n\x06pinned\x18\x05 \x01(\x08R\x06pinned\"4\n\x11PushAdapterCommit\x12\x1f\n\x0btotal_bytes\x18\x01 \x01(\x04R\ntotalBytes\"\xa4\x01\n\x13PushAdapterResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.penstock.v1.AdapterR\x07\x61\x64\x61pter\x12\x36\n\tloaded_in\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08loadedIn\x12%\n\x0e\x62ytes_received\x18\x03 \x01(\x04R\rbytesReceived\"*\n\x14UnloadAdapterRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\"B\n\x15UnloadAdapterResponse\x12)\n\x10running_requests\x18\x01 \x01(\rR\x0frunningRequests\"?\n\x11PinAdapterRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06pinned\x18\x02 \x01(\x08R\x06pinned\"D\n\x12PinAdapterResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.penstock.v1.AdapterR\x07\x61\x64\x61pter\"\x15\n\x13ListAdaptersRequest\"H\n\x14ListAdaptersResponse\x12\x30\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.penstock.v1.AdapterR\x08\x61\x64\x61pters\"\xd4\x02\n\x07\x41\x64\x61pter\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12/\n\x05state\x18\x02 \x01(\x0e\x32\x19.penstock.v1.AdapterStateR\x05state\x12\x12\n\x04rank\x18\x03 \x01(\rR\x04rank\x12%\n\x0etarget_modules\x18\x04 \x03(\tR\rtargetModules\x12\x1d\n\nsize_bytes\x18\x05 \x01(\x04R\tsizeBytes\x12\x16\n\x06\x64igest\x18\x06 \x01(\x0cR\x06\x64igest\x12\x37\n\tlast_used\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x08lastUsed\x12)\n\x10running_requests\x18\x08 \x01(\rR\x0frunningRequests\x12\x16\n\x06pinned\x18\t \x01(\x08R\x06pinned\x12\x16\n\x06source\x18\n \x01(\tR\x06source*|\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x44\x41PTER_STATE_LOADING\x10\x01\x12\x18\n\x14\x41\x44\x41PTER_STATE_CACHED\x10\x02\x12\x18\n\x14\x41\x44\x41PTER_STATE_LOADED\x10\x03\x42>\n\x0bpenstock.v1B\rAdaptersProtoP\x01Z\x1epenstock/clients/go/penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,32 +25,32 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.adapters_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013penstock.v1B\rAdaptersProtoP\001Z\036penstock/clients/go/penstockv1'
-  _globals['_ADAPTERSTATE']._serialized_start=1655
-  _globals['_ADAPTERSTATE']._serialized_end=1779
+  _globals['_ADAPTERSTATE']._serialized_start=1708
+  _globals['_ADAPTERSTATE']._serialized_end=1832
   _globals['_LOADADAPTERREQUEST']._serialized_start=135
   _globals['_LOADADAPTERREQUEST']._serialized_end=243
   _globals['_LOADADAPTERRESPONSE']._serialized_start=245
   _globals['_LOADADAPTERRESPONSE']._serialized_end=370
   _globals['_PUSHADAPTERREQUEST']._serialized_start=373
-  _globals['_PUSHADAPTERREQUEST']._serialized_end=564
-  _globals['_PUSHADAPTERBEGIN']._serialized_start=567
-  _globals['_PUSHADAPTERBEGIN']._serialized_end=745
-  _globals['_PUSHADAPTERCOMMIT']._serialized_start=747
-  _globals['_PUSHADAPTERCOMMIT']._serialized_end=799
-  _globals['_PUSHADAPTERRESPONSE']._serialized_start=802
-  _globals['_PUSHADAPTERRESPONSE']._serialized_end=966
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=968
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1010
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1012
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1078
-  _globals['_PINADAPTERREQUEST']._serialized_start=1080
-  _globals['_PINADAPTERREQUEST']._serialized_end=1143
-  _globals['_PINADAPTERRESPONSE']._serialized_start=1145
-  _globals['_PINADAPTERRESPONSE']._serialized_end=1213
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1215
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1236
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1238
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1310
-  _globals['_ADAPTER']._serialized_start=1313
-  _globals['_ADAPTER']._serialized_end=1653
+  _globals['_PUSHADAPTERREQUEST']._serialized_end=617
+  _globals['_PUSHADAPTERBEGIN']._serialized_start=620
+  _globals['_PUSHADAPTERBEGIN']._serialized_end=798
+  _globals['_PUSHADAPTERCOMMIT']._serialized_start=800
+  _globals['_PUSHADAPTERCOMMIT']._serialized_end=852
+  _globals['_PUSHADAPTERRESPONSE']._serialized_start=855
+  _globals['_PUSHADAPTERRESPONSE']._serialized_end=1019
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1021
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1063
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1065
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1131
+  _globals['_PINADAPTERREQUEST']._serialized_start=1133
+  _globals['_PINADAPTERREQUEST']._serialized_end=1196
+  _globals['_PINADAPTERRESPONSE']._serialized_start=1198
+  _globals['_PINADAPTERRESPONSE']._serialized_end=1266
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1268
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1289
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1291
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1363
+  _globals['_ADAPTER']._serialized_start=1366
+  _globals['_ADAPTER']._serialized_end=1706
 # @@protoc_insertion_point(module_scope)

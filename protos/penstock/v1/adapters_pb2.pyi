@@ -136,6 +136,7 @@ class PushAdapterRequest(_message.Message):
     BEGIN_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___PushAdapterBegin:
         """What the adapter is: exactly once, first."""
@@ -148,18 +149,23 @@ class PushAdapterRequest(_message.Message):
     def commit(self) -> Global___PushAdapterCommit:
         """All has been sent: exactly once, last. A stream that ends without it changes nothing."""
 
+    @_builtins.property
+    def chunks(self) -> _weights_pb2.TensorChunks:
+        """Bytes of several tensors."""
+
     def __init__(
         self,
         *,
         begin: Global___PushAdapterBegin | None = ...,
         chunk: _weights_pb2.TensorChunk | None = ...,
         commit: Global___PushAdapterCommit | None = ...,
+        chunks: _weights_pb2.TensorChunks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "chunks", b"chunks", "commit", b"commit", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "chunks", b"chunks", "commit", b"commit", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "chunk", "commit"]  # noqa: Y015
+    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "chunk", "commit", "chunks"]  # noqa: Y015
     _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
 

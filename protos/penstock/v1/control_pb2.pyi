@@ -439,7 +439,8 @@ class GetServerInfoResponse(_message.Message):
     Unit: pages.
     """
     max_chunk_bytes: _builtins.int
-    """The most bytes of TensorChunk.data; 0 on a server that takes neither updates nor adapters.
+    """The most bytes of TensorChunk.data, and of those of all chunks of TensorChunks; 0 on a server that takes neither
+    updates nor adapters.
     Unit: bytes.
     """
     max_logprobs: _builtins.int

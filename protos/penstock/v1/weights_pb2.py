@@ -16,7 +16,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from penstock.v1 import types_pb2 as penstock_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17penstock/v1/types.proto\"\xc5\x01\n\x14UpdateWeightsRequest\x12\x37\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1f.penstock.v1.UpdateWeightsBeginH\x00R\x05\x62\x65gin\x12\x30\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.penstock.v1.TensorChunkH\x00R\x05\x63hunk\x12:\n\x06\x63ommit\x18\x03 \x01(\x0b\x32 .penstock.v1.UpdateWeightsCommitH\x00R\x06\x63ommitB\x06\n\x04step\"\xcf\x04\n\x12UpdateWeightsBegin\x12\x1b\n\tupdate_id\x18\x01 \x01(\tR\x08updateId\x12#\n\rversion_label\x18\x02 \x01(\tR\x0cversionLabel\x12\x39\n\x08manifest\x18\x03 \x01(\x0b\x32\x1b.penstock.v1.TensorManifestH\x00R\x08manifest\x12\x12\n\x03uri\x18\x04 \x01(\tH\x00R\x03uri\x12\x18\n\x07\x61\x64\x61pter\x18\x05 \x01(\tR\x07\x61\x64\x61pter\x12\x18\n\x07partial\x18\x06 \x01(\x08R\x07partial\x12\x34\n\x13\x65xpected_generation\x18\x07 \x01(\x04H\x01R\x12\x65xpectedGeneration\x88\x01\x01\x12\x38\n\tin_flight\x18\x08 \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicyR\x08inFlight\x12>\n\rdrain_timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationR\x0c\x64rainTimeout\x12\x32\n\x07staging\x18\n \x01(\x0e\x32\x18.penstock.v1.StagingModeR\x07staging\x12\x1d\n\nstage_only\x18\x0b \x01(\x08R\tstageOnly\x12#\n\rvalidate_only\x18\x0c \x01(\x08R\x0cvalidateOnly\x12*\n\x11refuse_non_finite\x18\r \x01(\x08R\x0frefuseNonFiniteB\x08\n\x06sourceB\x16\n\x14_expected_generation\"C\n\x0eTensorManifest\x12\x31\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.penstock.v1.TensorSpecR\x07tensors\"\x93\x01\n\nTensorSpec\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12+\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.penstock.v1.DataTypeR\x05\x64type\x12\x14\n\x05shape\x18\x03 \x03(\x04R\x05shape\x12\x16\n\x06\x63rc32c\x18\x04 \x01(\x07R\x06\x63rc32c\x12\x16\n\x06sha256\x18\x05 \x01(\x0cR\x06sha256\"\\\n\x0bTensorChunk\x12!\n\x0ctensor_index\x18\x01 \x01(\rR\x0btensorIndex\x12\x16\n\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n\x04\x64\x61ta\x18\x03 \x01(\x0cR\x04\x64\x61ta\"6\n\x13UpdateWeightsCommit\x12\x1f\n\x0btotal_bytes\x18\x01 \x01(\x04R\ntotalBytes\"\xd1\x03\n\x15UpdateWeightsResponse\x12\x35\n\x07\x63urrent\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x07\x63urrent\x12\x37\n\x08previous\x18\x02 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x08previous\x12\x34\n\x07outcome\x18\x03 \x01(\x0e\x32\x1a.penstock.v1.UpdateOutcomeR\x07outcome\x12\'\n\x0ftensors_updated\x18\x04 \x01(\rR\x0etensorsUpdated\x12%\n\x0e\x62ytes_received\x18\x05 \x01(\x04R\rbytesReceived\x12\x36\n\tstaged_in\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08stagedIn\x12\x38\n\npaused_for\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationR\tpausedFor\x12\x38\n\tin_flight\x18\x08 \x01(\x0b\x32\x1b.penstock.v1.InFlightReportR\x08inFlight\x12\x16\n\x06\x64igest\x18\t \x01(\x0cR\x06\x64igest\"v\n\x0eInFlightReport\x12\x16\n\x06waited\x18\x01 \x01(\rR\x06waited\x12\x18\n\x07\x61\x62orted\x18\x02 \x01(\rR\x07\x61\x62orted\x12\x12\n\x04kept\x18\x03 \x01(\rR\x04kept\x12\x1e\n\nrecomputed\x18\x04 \x01(\rR\nrecomputed\"^\n\x0cTensorErrors\x12\x30\n\x06\x65rrors\x18\x01 \x03(\x0b\x32\x18.penstock.v1.TensorErrorR\x06\x65rrors\x12\x1c\n\ttruncated\x18\x02 \x01(\x08R\ttruncated\"\xc3\x01\n\x0bTensorError\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32\x1e.penstock.v1.TensorErrorReasonR\x06reason\x12\x33\n\x08\x65xpected\x18\x03 \x01(\x0b\x32\x17.penstock.v1.TensorSpecR\x08\x65xpected\x12\x33\n\x08received\x18\x04 \x01(\x0b\x32\x17.penstock.v1.TensorSpecR\x08received*\xac\x01\n\rUpdateOutcome\x12\x1e\n\x1aUPDATE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1c\n\x18UPDATE_OUTCOME_COMMITTED\x10\x01\x12\x19\n\x15UPDATE_OUTCOME_STAGED\x10\x02\x12\x1c\n\x18UPDATE_OUTCOME_VALIDATED\x10\x03\x12$\n UPDATE_OUTCOME_ALREADY_COMMITTED\x10\x04*\xa4\x01\n\x0eInFlightPolicy\x12 \n\x1cIN_FLIGHT_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15IN_FLIGHT_POLICY_WAIT\x10\x01\x12\x1a\n\x16IN_FLIGHT_POLICY_ABORT\x10\x02\x12\x19\n\x15IN_FLIGHT_POLICY_KEEP\x10\x03\x12\x1e\n\x1aIN_FLIGHT_POLICY_RECOMPUTE\x10\x04*v\n\x0bStagingMode\x12\x1c\n\x18STAGING_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11STAGING_MODE_HOST\x10\x01\x12\x17\n\x13STAGING_MODE_DEVICE\x10\x02\x12\x19\n\x15STAGING_MODE_IN_PLACE\x10\x03*\xb1\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x41TA_TYPE_BF16\x10\x01\x12\x11\n\rDATA_TYPE_F16\x10\x02\x12\x11\n\rDATA_TYPE_F32\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_F8_E4M3\x10\x04\x12\x15\n\x11\x44\x41TA_TYPE_F8_E5M2\x10\x05\x12\x10\n\x0c\x44\x41TA_TYPE_I8\x10\x06\x12\x10\n\x0c\x44\x41TA_TYPE_I4\x10\x07*\xa7\x02\n\x11TensorErrorReason\x12#\n\x1fTENSOR_ERROR_REASON_UNSPECIFIED\x10\x00\x12$\n TENSOR_ERROR_REASON_UNKNOWN_NAME\x10\x01\x12\x1f\n\x1bTENSOR_ERROR_REASON_MISSING\x10\x02\x12\x1d\n\x19TENSOR_ERROR_REASON_SHAPE\x10\x03\x12\x1d\n\x19TENSOR_ERROR_REASON_DTYPE\x10\x04\x12 \n\x1cTENSOR_ERROR_REASON_CHECKSUM\x10\x05\x12\"\n\x1eTENSOR_ERROR_REASON_INCOMPLETE\x10\x06\x12\"\n\x1eTENSOR_ERROR_REASON_NON_FINITE\x10\x07\x42=\n\x0bpenstock.v1B\x0cWeightsProtoP\x01Z\x1epenstock/clients/go/penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17penstock/v1/types.proto\"\xfa\x01\n\x14UpdateWeightsRequest\x12\x37\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x1f.penstock.v1.UpdateWeightsBeginH\x00R\x05\x62\x65gin\x12\x30\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.penstock.v1.TensorChunkH\x00R\x05\x63hunk\x12:\n\x06\x63ommit\x18\x03 \x01(\x0b\x32 .penstock.v1.UpdateWeightsCommitH\x00R\x06\x63ommit\x12\x33\n\x06\x63hunks\x18\x04 \x01(\x0b\x32\x19.penstock.v1.TensorChunksH\x00R\x06\x63hunksB\x06\n\x04step\"\xcf\x04\n\x12UpdateWeightsBegin\x12\x1b\n\tupdate_id\x18\x01 \x01(\tR\x08updateId\x12#\n\rversion_label\x18\x02 \x01(\tR\x0cversionLabel\x12\x39\n\x08manifest\x18\x03 \x01(\x0b\x32\x1b.penstock.v1.TensorManifestH\x00R\x08manifest\x12\x12\n\x03uri\x18\x04 \x01(\tH\x00R\x03uri\x12\x18\n\x07\x61\x64\x61pter\x18\x05 \x01(\tR\x07\x61\x64\x61pter\x12\x18\n\x07partial\x18\x06 \x01(\x08R\x07partial\x12\x34\n\x13\x65xpected_generation\x18\x07 \x01(\x04H\x01R\x12\x65xpectedGeneration\x88\x01\x01\x12\x38\n\tin_flight\x18\x08 \x01(\x0e\x32\x1b.penstock.v1.InFlightPolicyR\x08inFlight\x12>\n\rdrain_timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationR\x0c\x64rainTimeout\x12\x32\n\x07staging\x18\n \x01(\x0e\x32\x18.penstock.v1.StagingModeR\x07staging\x12\x1d\n\nstage_only\x18\x0b \x01(\x08R\tstageOnly\x12#\n\rvalidate_only\x18\x0c \x01(\x08R\x0cvalidateOnly\x12*\n\x11refuse_non_finite\x18\r \x01(\x08R\x0frefuseNonFiniteB\x08\n\x06sourceB\x16\n\x14_expected_generation\"C\n\x0eTensorManifest\x12\x31\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.penstock.v1.TensorSpecR\x07tensors\"\x93\x01\n\nTensorSpec\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12+\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.penstock.v1.DataTypeR\x05\x64type\x12\x14\n\x05shape\x18\x03 \x03(\x04R\x05shape\x12\x16\n\x06\x63rc32c\x18\x04 \x01(\x07R\x06\x63rc32c\x12\x16\n\x06sha256\x18\x05 \x01(\x0cR\x06sha256\"\\\n\x0bTensorChunk\x12!\n\x0ctensor_index\x18\x01 \x01(\rR\x0btensorIndex\x12\x16\n\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x12\n\x04\x64\x61ta\x18\x03 \x01(\x0cR\x04\x64\x61ta\"@\n\x0cTensorChunks\x12\x30\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.penstock.v1.TensorChunkR\x06\x63hunks\"6\n\x13UpdateWeightsCommit\x12\x1f\n\x0btotal_bytes\x18\x01 \x01(\x04R\ntotalBytes\"\xd1\x03\n\x15UpdateWeightsResponse\x12\x35\n\x07\x63urrent\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x07\x63urrent\x12\x37\n\x08previous\x18\x02 \x01(\x0b\x32\x1b.penstock.v1.WeightsVersionR\x08previous\x12\x34\n\x07outcome\x18\x03 \x01(\x0e\x32\x1a.penstock.v1.UpdateOutcomeR\x07outcome\x12\'\n\x0ftensors_updated\x18\x04 \x01(\rR\x0etensorsUpdated\x12%\n\x0e\x62ytes_received\x18\x05 \x01(\x04R\rbytesReceived\x12\x36\n\tstaged_in\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08stagedIn\x12\x38\n\npaused_for\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationR\tpausedFor\x12\x38\n\tin_flight\x18\x08 \x01(\x0b\x32\x1b.penstock.v1.InFlightReportR\x08inFlight\x12\x16\n\x06\x64igest\x18\t \x01(\x0cR\x06\x64igest\"v\n\x0eInFlightReport\x12\x16\n\x06waited\x18\x01 \x01(\rR\x06waited\x12\x18\n\x07\x61\x62orted\x18\x02 \x01(\rR\x07\x61\x62orted\x12\x12\n\x04kept\x18\x03 \x01(\rR\x04kept\x12\x1e\n\nrecomputed\x18\x04 \x01(\rR\nrecomputed\"^\n\x0cTensorErrors\x12\x30\n\x06\x65rrors\x18\x01 \x03(\x0b\x32\x18.penstock.v1.TensorErrorR\x06\x65rrors\x12\x1c\n\ttruncated\x18\x02 \x01(\x08R\ttruncated\"\xc3\x01\n\x0bTensorError\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32\x1e.penstock.v1.TensorErrorReasonR\x06reason\x12\x33\n\x08\x65xpected\x18\x03 \x01(\x0b\x32\x17.penstock.v1.TensorSpecR\x08\x65xpected\x12\x33\n\x08received\x18\x04 \x01(\x0b\x32\x17.penstock.v1.TensorSpecR\x08received*\xac\x01\n\rUpdateOutcome\x12\x1e\n\x1aUPDATE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1c\n\x18UPDATE_OUTCOME_COMMITTED\x10\x01\x12\x19\n\x15UPDATE_OUTCOME_STAGED\x10\x02\x12\x1c\n\x18UPDATE_OUTCOME_VALIDATED\x10\x03\x12$\n UPDATE_OUTCOME_ALREADY_COMMITTED\x10\x04*\xa4\x01\n\x0eInFlightPolicy\x12 \n\x1cIN_FLIGHT_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15IN_FLIGHT_POLICY_WAIT\x10\x01\x12\x1a\n\x16IN_FLIGHT_POLICY_ABORT\x10\x02\x12\x19\n\x15IN_FLIGHT_POLICY_KEEP\x10\x03\x12\x1e\n\x1aIN_FLIGHT_POLICY_RECOMPUTE\x10\x04*v\n\x0bStagingMode\x12\x1c\n\x18STAGING_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11STAGING_MODE_HOST\x10\x01\x12\x17\n\x13STAGING_MODE_DEVICE\x10\x02\x12\x19\n\x15STAGING_MODE_IN_PLACE\x10\x03*\xb1\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x41TA_TYPE_BF16\x10\x01\x12\x11\n\rDATA_TYPE_F16\x10\x02\x12\x11\n\rDATA_TYPE_F32\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_F8_E4M3\x10\x04\x12\x15\n\x11\x44\x41TA_TYPE_F8_E5M2\x10\x05\x12\x10\n\x0c\x44\x41TA_TYPE_I8\x10\x06\x12\x10\n\x0c\x44\x41TA_TYPE_I4\x10\x07*\xa7\x02\n\x11TensorErrorReason\x12#\n\x1fTENSOR_ERROR_REASON_UNSPECIFIED\x10\x00\x12$\n TENSOR_ERROR_REASON_UNKNOWN_NAME\x10\x01\x12\x1f\n\x1bTENSOR_ERROR_REASON_MISSING\x10\x02\x12\x1d\n\x19TENSOR_ERROR_REASON_SHAPE\x10\x03\x12\x1d\n\x19TENSOR_ERROR_REASON_DTYPE\x10\x04\x12 \n\x1cTENSOR_ERROR_REASON_CHECKSUM\x10\x05\x12\"\n\x1eTENSOR_ERROR_REASON_INCOMPLETE\x10\x06\x12\"\n\x1eTENSOR_ERROR_REASON_NON_FINITE\x10\x07\x42=\n\x0bpenstock.v1B\x0cWeightsProtoP\x01Z\x1epenstock/clients/go/penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -24,34 +24,36 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.weights_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013penstock.v1B\014WeightsProtoP\001Z\036penstock/clients/go/penstockv1'
-  _globals['_UPDATEOUTCOME']._serialized_start=2145
-  _globals['_UPDATEOUTCOME']._serialized_end=2317
-  _globals['_INFLIGHTPOLICY']._serialized_start=2320
-  _globals['_INFLIGHTPOLICY']._serialized_end=2484
-  _globals['_STAGINGMODE']._serialized_start=2486
-  _globals['_STAGINGMODE']._serialized_end=2604
-  _globals['_DATATYPE']._serialized_start=2607
-  _globals['_DATATYPE']._serialized_end=2784
-  _globals['_TENSORERRORREASON']._serialized_start=2787
-  _globals['_TENSORERRORREASON']._serialized_end=3082
+  _globals['_UPDATEOUTCOME']._serialized_start=2264
+  _globals['_UPDATEOUTCOME']._serialized_end=2436
+  _globals['_INFLIGHTPOLICY']._serialized_start=2439
+  _globals['_INFLIGHTPOLICY']._serialized_end=2603
+  _globals['_STAGINGMODE']._serialized_start=2605
+  _globals['_STAGINGMODE']._serialized_end=2723
+  _globals['_DATATYPE']._serialized_start=2726
+  _globals['_DATATYPE']._serialized_end=2903
+  _globals['_TENSORERRORREASON']._serialized_start=2906
+  _globals['_TENSORERRORREASON']._serialized_end=3201
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=100
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=297
-  _globals['_UPDATEWEIGHTSBEGIN']._serialized_start=300
-  _globals['_UPDATEWEIGHTSBEGIN']._serialized_end=891
-  _globals['_TENSORMANIFEST']._serialized_start=893
-  _globals['_TENSORMANIFEST']._serialized_end=960
-  _globals['_TENSORSPEC']._serialized_start=963
-  _globals['_TENSORSPEC']._serialized_end=1110
-  _globals['_TENSORCHUNK']._serialized_start=1112
-  _globals['_TENSORCHUNK']._serialized_end=1204
-  _globals['_UPDATEWEIGHTSCOMMIT']._serialized_start=1206
-  _globals['_UPDATEWEIGHTSCOMMIT']._serialized_end=1260
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1263
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1728
-  _globals['_INFLIGHTREPORT']._serialized_start=1730
-  _globals['_INFLIGHTREPORT']._serialized_end=1848
-  _globals['_TENSORERRORS']._serialized_start=1850
-  _globals['_TENSORERRORS']._serialized_end=1944
-  _globals['_TENSORERROR']._serialized_start=1947
-  _globals['_TENSORERROR']._serialized_end=2142
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=350
+  _globals['_UPDATEWEIGHTSBEGIN']._serialized_start=353
+  _globals['_UPDATEWEIGHTSBEGIN']._serialized_end=944
+  _globals['_TENSORMANIFEST']._serialized_start=946
+  _globals['_TENSORMANIFEST']._serialized_end=1013
+  _globals['_TENSORSPEC']._serialized_start=1016
+  _globals['_TENSORSPEC']._serialized_end=1163
+  _globals['_TENSORCHUNK']._serialized_start=1165
+  _globals['_TENSORCHUNK']._serialized_end=1257
+  _globals['_TENSORCHUNKS']._serialized_start=1259
+  _globals['_TENSORCHUNKS']._serialized_end=1323
+  _globals['_UPDATEWEIGHTSCOMMIT']._serialized_start=1325
+  _globals['_UPDATEWEIGHTSCOMMIT']._serialized_end=1379
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1382
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1847
+  _globals['_INFLIGHTREPORT']._serialized_start=1849
+  _globals['_INFLIGHTREPORT']._serialized_end=1967
+  _globals['_TENSORERRORS']._serialized_start=1969
+  _globals['_TENSORERRORS']._serialized_end=2063
+  _globals['_TENSORERROR']._serialized_start=2066
+  _globals['_TENSORERROR']._serialized_end=2261
 # @@protoc_insertion_point(module_scope)

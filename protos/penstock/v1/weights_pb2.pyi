@@ -220,6 +220,7 @@ class UpdateWeightsRequest(_message.Message):
     BEGIN_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___UpdateWeightsBegin:
         """What the update is: exactly once, first."""
@@ -232,18 +233,23 @@ class UpdateWeightsRequest(_message.Message):
     def commit(self) -> Global___UpdateWeightsCommit:
         """All has been sent: exactly once, last. A stream that ends without it changes nothing."""
 
+    @_builtins.property
+    def chunks(self) -> Global___TensorChunks:
+        """Bytes of several tensors: only when begin has a manifest."""
+
     def __init__(
         self,
         *,
         begin: Global___UpdateWeightsBegin | None = ...,
         chunk: Global___TensorChunk | None = ...,
         commit: Global___UpdateWeightsCommit | None = ...,
+        chunks: Global___TensorChunks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "chunks", b"chunks", "commit", b"commit", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "chunks", b"chunks", "commit", b"commit", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "chunk", "commit"]  # noqa: Y015
+    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["begin", "chunk", "commit", "chunks"]  # noqa: Y015
     _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
 
@@ -480,6 +486,35 @@ class TensorChunk(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorChunk: _TypeAlias = TensorChunk  # noqa: Y015
+
+@_typing.final
+class TensorChunks(_message.Message):
+    """Chunks in one message, as if each came in a message of its own, in this order. Many small tensors are sent so in a
+    fraction of the time.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorChunk]:
+        """The chunks.
+        Default: none. Limits: 1 to 4,096 chunks, whose data have at most GetServerInfoResponse.max_chunk_bytes bytes
+        together.
+        """
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___TensorChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorChunks: _TypeAlias = TensorChunks  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsCommit(_message.Message):

@@ -23,7 +23,7 @@ from penstock.service.requests.generate import WHY_NO_ADAPTERS
 from penstock.service.requests.support import check_supported
 from penstock.service.rpcs.interceptors import Undecoded
 from penstock.service.servicers.serving import Serving
-from penstock.service.servicers.weights import Confirm, OpenUpload, first_of, until_commit, write_chunk
+from penstock.service.servicers.weights import Confirm, OpenUpload, first_of, until_commit, write_chunks
 from penstock.v1 import adapters_pb2
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Adapters:
         load = partial(self._adapters.load, sent.name, pinned=sent.pinned, replace=sent.replace)
         open_it = partial(AdapterUpload, load, self._adapters.check, sent.config, sent.manifest)
         async with OpenUpload(self._lanes, open_it) as opened:
-            take = partial(write_chunk, opened.upload, self._max_chunk_bytes)
+            take = partial(write_chunks, opened.upload, self._max_chunk_bytes)
             total_bytes = await until_commit(steps, take, opened)
             await confirm()
             info = await self._lanes.weights(partial(opened.upload.commit, total_bytes))

@@ -162,10 +162,13 @@ def _notice(work: asyncio.Future[Any]) -> None:
         work.exception()
 
 
-_Take: TypeAlias = Callable[[weights_pb2.TensorChunk], None]
+_Take: TypeAlias = Callable[[Sequence[weights_pb2.TensorChunk], Sequence[str]], None]
+"""Takes chunks, each with the path of its field in the message."""
 Confirm: TypeAlias = Callable[[], Awaitable[None]]
 MAX_CHUNK_BYTES = 2 * 1024 * 1024
 """The largest chunk that a server takes, unless its messages must be smaller."""
+MOST_LISTED = 4096
+"""Chunks of a message that has several."""
 _BESIDE_DATA = 64
 """The most bytes that a message has beside the data of its chunk."""
 
@@ -247,7 +250,7 @@ class WeightUpdates:
         """Take the tensors that follow on the stream."""
         open_it = partial(self._engine.updater.begin, begin.options, begin.manifest)
         async with OpenUpload(self._lanes, open_it) as opened:
-            take = partial(write_chunk, opened.upload, self.max_chunk_bytes)
+            take = partial(write_chunks, opened.upload, self.max_chunk_bytes)
             total_bytes = await until_commit(steps, take, opened)
             await confirm()
             return await self._finish(begin, opened.upload, total_bytes)
@@ -257,7 +260,7 @@ class WeightUpdates:
         roots = self._allowed_roots()
         open_it = partial(self._engine.updater.open_uri, begin.options, begin.uri, roots=roots)
         async with OpenUpload(self._lanes, open_it) as opened:
-            total_bytes = await until_commit(steps, _refuse_chunk, opened)
+            total_bytes = await until_commit(steps, _refuse_chunks, opened)
             await confirm()
             opened.start(opened.upload.read)
             await opened.last()
@@ -303,25 +306,48 @@ def _take_step(step: Undecoded, take: _Take) -> int | None:
     check_supported(message)
     kind = message.WhichOneof("step")
     if kind == "chunk":
-        take(message.chunk)
+        take((message.chunk,), ("chunk",))
+        return None
+    if kind == "chunks":
+        chunks = message.chunks.chunks
+        if not 1 <= len(chunks) <= MOST_LISTED:
+            described = f"must have 1 to {MOST_LISTED} chunks, not {len(chunks)}"
+            raise InvalidRequest([Violation("chunks.chunks", described)])
+        take(chunks, [f"chunks.chunks[{i}]" for i in range(len(chunks))])
         return None
     if kind == "commit":
         return int(message.commit.total_bytes)
     raise out_of_order("begin comes once, as the first message" if kind else "a message has no step")
 
 
-def write_chunk(upload: TakesBytes, most: int, chunk: weights_pb2.TensorChunk) -> None:
-    """Write a chunk, which has at most `most` bytes. Raises InvalidRequest, and what the upload refuses."""
-    data = chunk.data
-    if not data:  # it would say nothing, and keep an upload alive that does not go on
-        raise InvalidRequest([Violation("chunk.data", "must have at least one byte")])
-    if len(data) > most:
-        described = f"must have at most {most} bytes, not {len(data)}"
-        raise InvalidRequest([Violation("chunk.data", described)])
-    upload.write(chunk.tensor_index, chunk.offset, data)
+def write_chunks(
+    upload: TakesBytes, most: int, chunks: Sequence[weights_pb2.TensorChunk], paths: Sequence[str]
+) -> None:
+    """Write chunks, which have at most `most` bytes together. Raises InvalidRequest, and what the upload
+    refuses.
+    """
+    num_bytes = 0
+    for chunk, path in zip(chunks, paths, strict=True):
+        data = chunk.data
+        num_bytes += len(data)
+        if not data:  # it would say nothing, and keep an upload alive that does not go on
+            raise InvalidRequest([Violation(f"{path}.data", "must have at least one byte")])
+        if num_bytes > most:
+            together = "" if len(chunks) == 1 else ", with those before it"
+            described = f"must have at most {most} bytes{together}, not {num_bytes}"
+            raise InvalidRequest([Violation(f"{path}.data", described)])
+        try:
+            upload.write(chunk.tensor_index, chunk.offset, data)
+        except InvalidRequest as refused:
+            raise InvalidRequest(
+                [
+                    Violation(violation.field.replace("chunk", path, 1), violation.description)
+                    for violation in refused.violations
+                ]
+            ) from None
 
 
-def _refuse_chunk(chunk: weights_pb2.TensorChunk) -> None:
+def _refuse_chunks(_chunks: Sequence[weights_pb2.TensorChunk], _paths: Sequence[str]) -> None:
     raise out_of_order("no chunk may follow a begin with a uri")
 
 

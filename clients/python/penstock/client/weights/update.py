@@ -140,6 +140,12 @@ def _set(message: Any, name: str, value: Any) -> None:
 
 
 _MOST_CHUNK_BYTES: Final = 8 << 20
+_MOST_LISTED: Final = 4096
+"""Chunks in one message, which is the most that a server takes."""
+_MOST_LISTED_BYTES: Final = 1 << 20
+"""Bytes of small chunks in one message: more of them gain nothing, and wait for each other."""
+_BESIDE_DATA: Final = 32
+"""The most bytes that a chunk in a list has beside its data."""
 """A server may take more, but that would only cost memory."""
 
 
@@ -175,8 +181,8 @@ class Update:
         bytes of tensors are in it.
         """
         yield weights_pb2.UpdateWeightsRequest(begin=self.begin), 0
-        for chunk in chunks_of(self.tensors if self.needs_chunks else (), chunk_bytes):
-            yield weights_pb2.UpdateWeightsRequest(chunk=chunk), len(chunk.data)
+        for chunks in listed(chunks_of(self.tensors if self.needs_chunks else (), chunk_bytes), chunk_bytes):
+            yield weights_pb2.UpdateWeightsRequest(chunks=chunks), bytes_in(chunks)
         commit = weights_pb2.UpdateWeightsCommit(total_bytes=self.num_bytes)
         yield weights_pb2.UpdateWeightsRequest(commit=commit), 0
 
@@ -229,6 +235,28 @@ def chunks_of(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[weights_p
         for data in tensor.pieces(chunk_bytes):
             yield weights_pb2.TensorChunk(tensor_index=index, offset=offset, data=data)
             offset += len(data)
+
+
+def listed(chunks: Iterable[weights_pb2.TensorChunk], chunk_bytes: int) -> Iterator[weights_pb2.TensorChunks]:
+    """Yield the chunks in lists of at most `chunk_bytes` bytes. What a message costs is that of many
+    kilobytes, and an adapter has hundreds of small tensors.
+    """
+    most, held = min(chunk_bytes, _MOST_LISTED_BYTES), weights_pb2.TensorChunks()
+    num_bytes = 0
+    for chunk in chunks:
+        added = len(chunk.data) + _BESIDE_DATA
+        if held.chunks and (num_bytes + added > most or len(held.chunks) == _MOST_LISTED):
+            yield held
+            held, num_bytes = weights_pb2.TensorChunks(), 0
+        held.chunks.append(chunk)
+        num_bytes += added
+    if held.chunks:
+        yield held
+
+
+def bytes_in(chunks: weights_pb2.TensorChunks) -> int:
+    """Add up the bytes of tensors in these chunks."""
+    return sum(len(chunk.data) for chunk in chunks.chunks)
 
 
 def chunk_bytes_of(max_chunk_bytes: int) -> int:
