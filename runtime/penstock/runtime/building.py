@@ -122,6 +122,8 @@ def build(
                     "bits may depend on a step's size; speculation says who is to propose all the same",
                     name,
                 )
+    if options.lookup_text is not None and model.lookup_tokens is None:
+        raise ConfigError("lookup_text: a model has its tokens, and this one was made without them")
     check_adapters(model, config)
     check_draft(model, config)
     use_compilation_cache(config.compilation_cache)
@@ -219,9 +221,10 @@ def longest_shapes(
         chosen = "off"
     elif chosen == "auto":
         chosen = _usual_speculation(model, config, backend)
-    if chosen != config.speculation:
-        most = None if chosen == "off" else config.max_proposed_tokens
-        config = dataclasses.replace(config, speculation=chosen, max_proposed_tokens=most)
+    if chosen == "off":
+        config = dataclasses.replace(config, speculation=chosen, max_proposed_tokens=None, lookup_text=None)
+    elif chosen != config.speculation:
+        config = dataclasses.replace(config, speculation=chosen)
     return config, _runner_config(model, config, _buckets(model, config, backend), backend, threads=threads)
 
 

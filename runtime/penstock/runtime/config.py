@@ -27,7 +27,9 @@ DEFAULT_FEATURE_SLOTS = 64
 DEFAULT_TARGET_ITL_S = 0.15
 DEFAULT_PROPOSED_TOKENS = 4
 MOST_TEXT_TOKENS = 131_072
-"""Most tokens of `EngineConfig.lookup_text`: to look through them takes about 40 us."""
+"""Most tokens of `EngineConfig.lookup_text`: to find words in them takes up to 150 us."""
+MOST_TEXT_CHARS = 2**22
+"""Most characters of it, 32 for a token: a longer text would take seconds before its tokens are counted."""
 CHECKED_ROWS = 16
 """Where tokens are proposed, there are programs of at least this many rows, so that there is room for them
 also where few requests run at a time."""
@@ -194,7 +196,8 @@ class EngineConfig:
     room for its keys and values, too. Or an EAGLE-3 head of that model."""
     lookup_text: str | None = None
     """A text file that a lookup reads, too, for all requests: what outputs will look like; "demo" is one that
-    comes with the demo model. It is in UTF-8 and has at most MOST_TEXT_TOKENS tokens."""
+    comes with the demo model. It is in UTF-8 and has at most MOST_TEXT_TOKENS tokens and MOST_TEXT_CHARS
+    characters."""
     max_proposed_tokens: int | None = None
     """Most tokens that are proposed for an output in a step; a request may lower that. None:
     DEFAULT_PROPOSED_TOKENS; without speculation it must be None."""
@@ -359,6 +362,7 @@ def _pipeline_problems(config: EngineConfig) -> list[str]:
         "speculation": ("auto or off", config.speculation in ("auto", "off")),
         "draft_model": ("left out", config.draft_model is None),
         "lookup_text": ("left out", config.lookup_text is None),
+        "max_proposed_tokens": ("left out", config.max_proposed_tokens is None),
         "max_adapters": ("0", config.max_adapters == 0),
         "compiled": ("left out", config.compiled is None),
     }

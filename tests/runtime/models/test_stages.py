@@ -146,6 +146,8 @@ def test_models_that_cannot_be_cut_into_stages(name, stages, why):
     ("options", "problem"),
     [
         ({"speculation": "lookup"}, "speculation: must be auto or off"),
+        ({"speculation": "auto", "lookup_text": "demo"}, "lookup_text: must be left out"),
+        ({"speculation": "auto", "max_proposed_tokens": 2}, "max_proposed_tokens: must be left out"),
         ({"max_adapters": 2}, "max_adapters: must be 0"),
         ({"compiled": GOLDEN}, "compiled: must be left out"),
         ({"tensor_parallel_size": None}, "tensor_parallel_size: must be a number"),

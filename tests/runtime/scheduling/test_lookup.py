@@ -48,6 +48,15 @@ def test_a_text_finds_what_is_found_by_looking_through_it(tokens: list[int], new
     assert text.find(newest[-4:]) == find(text.tokens, newest[-4:])
 
 
+def test_a_pair_that_a_text_is_full_of_is_not_looked_for_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its last places are looked at, of which the one is chosen behind which most words agree."""
+    text = Text(np.array([3, 1, 2, 4, 1, 2, 5, 1, 2, 6], np.int32))
+    assert text.find([3, 1, 2]) == 3
+    monkeypatch.setattr(Text, "_MOST_PLACES", 2)
+    assert text.find([3, 1, 2]) == 9
+    assert text.find([4, 1, 2]) == 6
+
+
 @settings(max_examples=100)
 @given(prompt=words.filter(bool), parts=st.lists(words, max_size=8))
 def test_a_copy_guesses_what_was_said_before(prompt: list[int], parts: list[list[int]]) -> None:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from penstock.runtime.config import MOST_TEXT_TOKENS, EngineConfig, resolve
+from penstock.runtime.config import MOST_TEXT_CHARS, MOST_TEXT_TOKENS, EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, most_devices
 from penstock.runtime.execution.draft_model import DraftModel
@@ -315,15 +315,20 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
 
 def read_lookup_text(name: str, text: TextCodec | None) -> NDArray[np.int32]:
     """Read the tokens of a text in which a lookup is to find what outputs repeat: a file, or "demo".
-    ConfigError if it cannot be read, or has too many.
+    ConfigError if it cannot be read, or has too many or none.
     """
-    file = DEMO_TEXT if name == DEMO else Path(name).expanduser()
-    try:
-        written = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"lookup_text: {name} cannot be read: {error}") from error
     if text is None:
         raise ConfigError("lookup_text: the model has no tokenizer, which would make tokens of it")
+    try:
+        file = DEMO_TEXT if name == DEMO else Path(name).expanduser()
+        with file.open(encoding="utf-8") as opened:
+            written = opened.read(MOST_TEXT_CHARS + 1)
+    except (OSError, ValueError, RuntimeError) as error:  # the latter two: no path, and no such user's home
+        raise ConfigError(f"lookup_text: {name} cannot be read: {error}") from error
+    if not written:
+        raise ConfigError(f"lookup_text: {name} is empty")
+    if len(written) > MOST_TEXT_CHARS:
+        raise ConfigError(f"lookup_text: {name} has more than {MOST_TEXT_CHARS} characters")
     tokens = np.array(text.encode(written, add_special_tokens=False), np.int32)
     if len(tokens) > MOST_TEXT_TOKENS:
         raise ConfigError(

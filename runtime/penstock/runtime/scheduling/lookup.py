@@ -122,6 +122,10 @@ class Said(NamedTuple):
 class Text:
     """A text that never changes, in which each pair of neighbours is found without looking through it."""
 
+    _MOST_PLACES = 4096
+    """Of a pair that stands there more often, the last so many places are looked at: all would take
+    milliseconds."""
+
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = np.append(tokens, _BETWEEN).astype(np.int32)
         pairs = tokens[:-1].astype(np.int64) * _FIRST_OF_PAIR + tokens[1:]
@@ -135,7 +139,7 @@ class Text:
             return None
         pair = newest[-2] * _FIRST_OF_PAIR + newest[-1]
         begin, end = np.searchsorted(self._pairs, (pair, pair + 1))
-        found = self._places[begin:end] + 1
+        found = self._places[max(begin, end - self._MOST_PLACES) : end] + 1
         for length in range(_SHORTEST + 1, min(_LONGEST, len(newest)) + 1):
             longer = found[found >= length - 1]
             longer = longer[self.tokens[longer - (length - 1)] == newest[-length]]
