@@ -298,6 +298,16 @@ def test_a_plan_has_the_server_s_ways_to_cut_a_model() -> None:
     assert "expert_parallel" in alone
 
 
+def test_a_stage_that_keeps_no_tokens_does_not_say_how_many_fit() -> None:
+    """Of four layers of Qwen 3.5's golden the last one attends: 2 heads, keys and values, 32 channels. So the
+    second of two stages says it.
+    """
+    model, machine = load_config(GOLDEN / "qwen3_5"), Machine(one(memory_bytes=10**8).chip, 2)
+    found = plan(model, machine, dataclasses.replace(OPTIONS, pipeline_parallel_size=2))
+    assert found.kv_bytes_per_row == 48 * 2 * 2 * 32 * 4
+    assert found.kv_tokens == found.kv_bytes * 48 // found.kv_bytes_per_row > 0
+
+
 @pytest.mark.parametrize("name", ["h100", "tpu-v5e-4", "tpu-v7x-8"])
 def test_machines_have_names(name: str) -> None:
     assert read_machine(name).name == name

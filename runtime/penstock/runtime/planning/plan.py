@@ -150,10 +150,16 @@ def plan(
     ]
     decodes, prefills = ([step for step in each if step] for each in zip(*map(_steps, plans), strict=True))
     return replace(
-        min(plans, key=lambda each: (each.fits, each.kv_tokens)),
+        min(plans, key=_room),
         decode=max(decodes, key=_time),
         prefill=max(prefills, key=_time),
     )
+
+
+def _room(of_stage: Plan) -> tuple[bool, float, int]:
+    """Return what a stage has room for, in an order. One that keeps nothing of tokens has room for all."""
+    tokens = of_stage.kv_tokens if of_stage.kv_bytes_per_row else math.inf
+    return of_stage.fits, tokens, of_stage.kv_bytes
 
 
 def _steps(of_stage: Plan) -> tuple[Step | None, Step | None]:
