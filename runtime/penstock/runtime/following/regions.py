@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -74,9 +73,11 @@ def _regions(
 
 def _runs(rows: Sequence[npt.NDArray[np.intp]]) -> list[range]:
     """Return the runs of consecutive rows among all of these."""
-    every = np.unique(np.concatenate(rows))
-    ends = [0, *(np.flatnonzero(np.diff(every) > 1) + 1), len(every)]
-    return [range(int(every[begin]), int(every[end - 1]) + 1) for begin, end in pairwise(ends) if end > begin]
+    every = np.concatenate(rows)
+    is_read = np.zeros(every.max(initial=-1) + 3, bool)  # with a row before the first and behind the last
+    is_read[every + 1] = True
+    ends = np.flatnonzero(is_read[1:] != is_read[:-1]).tolist()
+    return list(map(range, ends[::2], ends[1::2]))
 
 
 def _joined(regions: Sequence[Region], axis: int) -> list[Region]:
