@@ -142,6 +142,18 @@ def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name_and_file(
     assert gc.isenabled()
 
 
+def test_a_leader_that_waits_for_its_followers_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may come after hours, and health is answered meanwhile."""
+
+    def load(*_: object, lead: object) -> bool:
+        return gc.isenabled()
+
+    monkeypatch.setitem(vars(runtime), "Engine", SimpleNamespace(from_pretrained=load))
+    wanted: Any = SimpleNamespace(group=SimpleNamespace(options=None), model="fake", config=None, adapters=())
+    collects: Any = serve._load(wanted)
+    assert collects is True
+
+
 @pytest.mark.parametrize(
     ("message", "told"),
     [

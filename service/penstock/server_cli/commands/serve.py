@@ -252,7 +252,8 @@ def _load(wanted: _Wanted) -> Engine:
     """Load the model, together with the followers if there are any, and the adapters."""
     group = wanted.group
     lead = None if group is None else Lead(group.options, group)
-    with _without_collections():
+    # A leader waits in there until its followers come, and answers health meanwhile.
+    with _without_collections() if group is None else contextlib.nullcontext():
         engine = runtime.Engine.from_pretrained(wanted.model, wanted.config, lead=lead)
     for name, directory in wanted.adapters:
         try:
