@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from bench.probes.group_storm import PROMPTS, Group, Reading, expected, other_weights, storm_round
 from penstock.client import Client
@@ -144,19 +146,29 @@ def test_what_guesses_in_a_group_changes_no_token(name: str, tmp_path: Path) -> 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["mpnet", "llama_classifier"])
-def test_what_generates_nothing_is_served_by_a_group(name: str) -> None:
-    """An encoder's vectors, and a classifier's numbers, are PyTorch's."""
-    directory = GOLDEN / "encoders" / name
+def test_what_generates_nothing_is_served_by_a_group(name: str, tmp_path: Path) -> None:
+    """An encoder's vectors, and a classifier's numbers, are PyTorch's, also of the largest number of each
+    channel. The group starts with other values; the golden's are pushed to it.
+    """
+    directory, old = GOLDEN / "encoders" / name, tmp_path / "old"
+    new = load_file(directory / "model.safetensors")
+    shutil.copytree(directory, old)
+    save_file({each: tensor[::-1].copy() for each, tensor in new.items()}, old / "model.safetensors")
     cases = json.loads((directory / "expected.json").read_text())["cases"]
     ids = [types_pb2.TokenIds(ids=case["ids"]) for case in cases]
-    with Group(str(directory), CACHE, "--max-num-batched-tokens=256") as group:
+    with Group(str(old), CACHE, "--max-num-batched-tokens=256") as group:
         group.wait_ready()
+        with Client(group.address) as client:
+            client.update_weights(new, label="new")
         with grpc.insecure_channel(group.address) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             inputs = [inference_pb2.EmbedInput(token_ids=one) for one in ids]
-            asked = inference_pb2.EmbedRequest(inputs=inputs, pooling=types_pb2.POOLING_MEAN)
-            vectors = [np.frombuffer(one.values, "<f4") for one in stub.Embed(asked, timeout=120).embeddings]
-            np.testing.assert_allclose(vectors, [case["mean"] for case in cases], atol=1e-5)
+            for pooling in ("mean", "max"):
+                wanted = types_pb2.Pooling.Value(f"POOLING_{pooling.upper()}")
+                asked = inference_pb2.EmbedRequest(inputs=inputs, pooling=wanted)
+                found = stub.Embed(asked, timeout=120).embeddings
+                vectors = [np.frombuffer(one.values, "<f4") for one in found]
+                np.testing.assert_allclose(vectors, [case[pooling] for case in cases], atol=1e-5)
             if cases[0]["logits"] is not None:
                 given = [inference_pb2.ClassifyInput(token_ids=one) for one in ids]
                 told = stub.Classify(inference_pb2.ClassifyRequest(inputs=given), timeout=120).results
