@@ -1,8 +1,9 @@
-"""Grammars of required tool calls, as the chat package writes them, under the grammar package's masks."""
+"""Grammars of tool calls, as the chat package writes them, under the grammar package's masks and limits."""
 
 import json
 
 import jsonschema
+import numpy as np
 import pytest
 
 from penstock.runtime.chat.enforce.forced_calls import call_grammar
@@ -11,7 +12,9 @@ from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import REASONING_FORMS
 from penstock.runtime.chat.tool_formats.events import joined
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
+from penstock.runtime.requests.constraint import mask_words
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
+from tests.runtime.chat.enforce.test_free_text import CALLED, STRICT
 
 KNOWN = {
     "city": {"type": "string", "maxLength": 8},
@@ -50,3 +53,21 @@ def test_what_is_written_is_a_call(form, thinks, compiler, backend, vocabulary, 
         assert call.name == "get_weather"
         jsonschema.validate(json.loads(call.arguments), {**WEATHER, "properties": KNOWN})
         assert "".join(part.text for part in parsed) == ""
+
+
+@pytest.mark.parametrize("form", sorted(CALLED))
+def test_text_with_calls_stays_within_the_limits(form, compiler, backend, vocabulary):
+    """The masks of texts, calls and what resembles them are made in new lexers, which know nothing yet."""
+    added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+    lark = call_grammar(ChatForms(TOOL_FORMS[form]), Chat((ChatTurn("user", "hi"),), STRICT), "", added)
+    mask = np.zeros(mask_words(len(vocabulary.tokens)), np.int32)
+    texts = ("\n".join(["I look.", *CALLED[form]]), 'é\n{"id": "\\u0061"', '{\n  "type": [1, "a"]', "[ x(1)")
+    for number, text in enumerate(texts):
+        # Each text has a grammar of its own, because outputs of the same one share a lexer.
+        grammar = Grammar(GrammarKind.EBNF, f"{lark}\n// {number}", field="chat.tools")
+        constraint = compiler.constraint(grammar)
+        for token in backend.encode(text, add_special_tokens=False).ids:
+            constraint.fill(mask)
+            assert mask[token // 32] >> (token % 32) & 1, (text, vocabulary.tokens[token])
+            constraint.accept([token])
+        constraint.fill(mask)

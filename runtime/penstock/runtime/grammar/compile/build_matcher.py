@@ -17,9 +17,9 @@ from penstock.runtime.schemas.narrowing import GrammarError
 STEP_ITEMS = 20_000
 """Most parser items that one mask may take. An object of 300 optional properties takes 12,000 with a
 vocabulary of 152k; llguidance's default is 50,000."""
-STEP_LEXER_FUEL = 100_000
-"""Most work of the lexer that one mask may take, about 7 ms. A choice among 5,000 texts takes up to 50,000;
-llguidance's default is 200,000."""
+STEP_LEXER_FUEL = 200_000
+"""Most work of the lexer that one mask may take, 10 to 22 ms. A choice among 5,000 texts takes up to 50,000,
+text that may hold calls of strict tools in Llama's form up to 130,000. It is llguidance's default."""
 
 _UNLIMITED = Account(Budget(math.inf))
 """For compiling, which has a limit of its own."""
