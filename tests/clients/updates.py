@@ -78,12 +78,12 @@ class FakeUpdates:
                 tensors.update({spec.name: b"" for spec in begin.manifest.tensors})
                 if begin.update_id in self.committed:
                     return self.report(begin, tensors, weights_pb2.UPDATE_OUTCOME_ALREADY_COMMITTED)
-            elif step == "chunk":
-                name = begin.manifest.tensors[request.chunk.tensor_index].name
-                assert request.chunk.offset == len(tensors[name]) or not self.keeps
-                self.chunk_sizes.append(len(request.chunk.data))
+            for chunk in [request.chunk] if step == "chunk" else request.chunks.chunks:
+                name = begin.manifest.tensors[chunk.tensor_index].name
+                assert chunk.offset == len(tensors[name]) or not self.keeps
+                self.chunk_sizes.append(len(chunk.data))
                 if self.keeps:
-                    tensors[name] += request.chunk.data
+                    tensors[name] += chunk.data
             if self.num_messages == self.hold_after:
                 self.holds.set()
                 self.go_on.wait(60)

@@ -44,7 +44,7 @@ class Loader:
     """Stands in for the class `Engine`."""
 
     @staticmethod
-    def from_pretrained(model: str, config: EngineConfig) -> Any:
+    def from_pretrained(model: str, config: EngineConfig, *, lead: None = None) -> Any:
         forever = threading.Event()
         if config.served_model_name in ("never-loads", "deaf-early"):
             forever.wait()

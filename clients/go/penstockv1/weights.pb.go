@@ -890,7 +890,7 @@ func (x *TensorChunk) GetData() []byte {
 // fraction of the time.
 type TensorChunks struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The chunks.
+	// Each with bytes of one tensor.
 	// Default: none. Limits: 1 to 4,096 chunks, whose data have at most GetServerInfoResponse.max_chunk_bytes bytes
 	// together.
 	Chunks        []*TensorChunk `protobuf:"bytes,1,rep,name=chunks,proto3" json:"chunks,omitempty"`

@@ -498,7 +498,7 @@ class TensorChunks(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorChunk]:
-        """The chunks.
+        """Each with bytes of one tensor.
         Default: none. Limits: 1 to 4,096 chunks, whose data have at most GetServerInfoResponse.max_chunk_bytes bytes
         together.
         """

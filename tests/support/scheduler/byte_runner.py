@@ -146,11 +146,13 @@ class ByteRunner(LazyRunner):
                 known = prompt_logprobs_of(tokens, request.prompt_logprobs)
                 prompt[i] = known[row.start : row.start + row.num_tokens]
             if i in plan.pooled:
+                pooling = None if request.reading is None else request.reading.pooling
+                end = 1 if pooling is Pooling.FIRST_TOKEN else row.num_tokens
                 states = [
                     hidden_of(request.prompt_token_ids[: row.start + at + 1])
-                    for at in range(plan.pooled[i], row.num_tokens)
+                    for at in range(plan.pooled[i], end)
                 ]
-                hidden[i] = np.sum(states, axis=0, dtype=np.float32)
+                hidden[i] = np.max(states, axis=0) if pooling is Pooling.MAX else np.sum(states, axis=0)
             elif request.hidden_states and made:
                 hidden[i] = hidden_of(self._history(row))
         return dataclasses.replace(

@@ -50,6 +50,10 @@ def _replaced(index: int, step: Step) -> Spoil:
     return lambda messages: [*messages[:index], step, *messages[index + 1 :]]
 
 
+def _listed(*parts: Step) -> Step:
+    return Step(chunks=weights_pb2.TensorChunks(chunks=[part.chunk for part in parts]))
+
+
 SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "nothing at all": (lambda m: [], "INVALID_FIELD", "begin"),
     "no begin": (lambda m: m[1:], "INVALID_FIELD", "begin must be the first"),
@@ -63,6 +67,27 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "a chunk twice": (lambda m: [m[0], m[1], *m[1:]], "INVALID_FIELD", "the next byte is 1000"),
     "a chunk left out": (lambda m: [m[0], *m[2:]], "INVALID_FIELD", "the next byte is 0"),
     "unknown tensor": (_replaced(1, chunk(2, 0, b"x")), "INVALID_FIELD", "must be below 2"),
+    "a list in another order": (
+        lambda m: [m[0], _listed(m[2], m[1]), *m[3:]],
+        "INVALID_FIELD",
+        "chunks.chunks[0].offset: is 1000; the next byte is 0",
+    ),
+    "unknown tensor in a list": (
+        lambda m: [m[0], _listed(m[1], chunk(2, 0, b"x")), *m[2:]],
+        "INVALID_FIELD",
+        "chunks.chunks[1].tensor_index: must be below 2",
+    ),
+    "no bytes in a list": (
+        lambda m: [m[0], _listed(m[1], chunk(1, 0, b"")), *m[2:]],
+        "INVALID_FIELD",
+        "chunks.chunks[1].data: must have at least one byte",
+    ),
+    "an empty list": (_replaced(1, _listed()), "INVALID_FIELD", "must have 1 to 4096 chunks, not 0"),
+    "a long list": (
+        lambda m: [m[0], _listed(*[chunk(1, i, b"x") for i in range(4097)]), *m[1:]],
+        "INVALID_FIELD",
+        "must have 1 to 4096 chunks, not 4097",
+    ),
     "truncated": (lambda m: [*m[:-2], m[-1]], "INVALID_TENSORS", "model.norm.weight"),
     "another total": (lambda m: [*m[:-1], commit(TOTAL + 1)], "INVALID_FIELD", "bytes have come"),
     "corrupted": (_corrupted, "CHECKSUM_MISMATCH", "model.embed_tokens.weight"),
@@ -110,6 +135,22 @@ async def test_a_chunk_that_is_too_large() -> None:
         too_large = [begin(NEW, update_id="u"), chunk(1, 0, bytes(most + 1))]
         failure = await failure_of(push(rig, too_large))
         assert failure.violations == {"chunk.data": f"must have at most {most} bytes, not {most + 1}"}
+
+
+async def test_chunks_that_are_too_large_together() -> None:
+    async with unharmed(max_receive_bytes=3000) as rig:
+        most = (await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())).max_chunk_bytes
+        parts = [chunk(1, 0, bytes(8)), chunk(0, 0, bytes(1000)), chunk(0, 1000, bytes(most - 1007))]
+        failure = await failure_of(push(rig, [begin(NEW, update_id="u"), _listed(*parts)]))
+        told = f"must have at most {most} bytes, with those before it, not {most + 1}"
+        assert failure.violations == {"chunks.chunks[2].data": told}
+
+
+async def test_chunks_in_one_message_are_taken_as_if_they_came_alone() -> None:
+    async with serving(fake()) as rig:
+        first, *parts, last = steps(NEW)
+        assert (await push(rig, [first, _listed(*parts), last])).tensors_updated == 2
+        assert rig.engine.updater.serving == {name: data for name, (_, data) in NEW.items()}
 
 
 async def test_a_chunk_without_bytes() -> None:

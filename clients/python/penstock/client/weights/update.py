@@ -181,8 +181,9 @@ class Update:
         bytes of tensors are in it.
         """
         yield weights_pb2.UpdateWeightsRequest(begin=self.begin), 0
-        for chunks in listed(chunks_of(self.tensors if self.needs_chunks else (), chunk_bytes), chunk_bytes):
-            yield weights_pb2.UpdateWeightsRequest(chunks=chunks), bytes_in(chunks)
+        chunks = chunks_of(self.tensors if self.needs_chunks else (), chunk_bytes)
+        for step, num_bytes in steps_of(chunks, chunk_bytes):
+            yield weights_pb2.UpdateWeightsRequest(**step), num_bytes
         commit = weights_pb2.UpdateWeightsCommit(total_bytes=self.num_bytes)
         yield weights_pb2.UpdateWeightsRequest(commit=commit), 0
 
@@ -237,26 +238,32 @@ def chunks_of(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[weights_p
             offset += len(data)
 
 
-def listed(chunks: Iterable[weights_pb2.TensorChunk], chunk_bytes: int) -> Iterator[weights_pb2.TensorChunks]:
-    """Yield the chunks in lists of at most `chunk_bytes` bytes. What a message costs is that of many
-    kilobytes, and an adapter has hundreds of small tensors.
+def steps_of(
+    chunks: Iterable[weights_pb2.TensorChunk], chunk_bytes: int
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the field of each message that brings chunks, `chunk` or `chunks`, and how many bytes of tensors
+    it has. A message costs as much as many kilobytes do, and an adapter has hundreds of small tensors, so
+    small chunks share messages.
     """
-    most, held = min(chunk_bytes, _MOST_LISTED_BYTES), weights_pb2.TensorChunks()
+    most = min(chunk_bytes, _MOST_LISTED_BYTES)
+    held: list[weights_pb2.TensorChunk] = []
     num_bytes = 0
+
+    def step() -> tuple[dict[str, Any], int]:
+        brought = sum(len(chunk.data) for chunk in held)
+        if len(held) == 1:
+            return {"chunk": held[0]}, brought
+        return {"chunks": weights_pb2.TensorChunks(chunks=held)}, brought
+
     for chunk in chunks:
         added = len(chunk.data) + _BESIDE_DATA
-        if held.chunks and (num_bytes + added > most or len(held.chunks) == _MOST_LISTED):
-            yield held
-            held, num_bytes = weights_pb2.TensorChunks(), 0
-        held.chunks.append(chunk)
+        if held and (num_bytes + added > most or len(held) == _MOST_LISTED):
+            yield step()
+            held, num_bytes = [], 0
+        held.append(chunk)
         num_bytes += added
-    if held.chunks:
-        yield held
-
-
-def bytes_in(chunks: weights_pb2.TensorChunks) -> int:
-    """Add up the bytes of tensors in these chunks."""
-    return sum(len(chunk.data) for chunk in chunks.chunks)
+    if held:
+        yield step()
 
 
 def chunk_bytes_of(max_chunk_bytes: int) -> int:
