@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
-from penstock.runtime.following.facts import model_digest
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.following.facts import model_digest, process_facts
 from tests.support.goldens import GOLDEN
 
 _GGUF = GOLDEN / "gguf" / "llama_gqa4_q5_0" / "model.gguf"
@@ -55,3 +58,14 @@ def test_layers_behind_the_pooling_count(tmp_path):
     (folder / "config.json").write_text('{"out_features": 8, "bias": false}')
     found.append(model_digest(tmp_path))
     assert len(set(found)) == 4
+
+
+def test_a_draft_counts_by_its_files_and_not_by_their_place(tmp_path):
+    shutil.copytree(GOLDEN / "arcee", tmp_path / "copy")
+    drafts = (GOLDEN / "arcee", tmp_path / "copy", GOLDEN / "llama")
+    options = [EngineConfig(speculation="draft", draft_model=str(draft)) for draft in drafts]
+    same, copied, other = (process_facts(str(GOLDEN / "qwen3"), each, 2) for each in options)
+    assert same == copied
+    assert [name for name in same if same[name] != other[name]] == ["the digest of the draft's files"]
+    with pytest.raises(ConfigError, match=r"draft_model: \./none: "):
+        process_facts(str(GOLDEN / "qwen3"), EngineConfig(speculation="draft", draft_model="./none"), 2)

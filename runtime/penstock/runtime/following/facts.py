@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from penstock.runtime.config import EngineConfig
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.following.interface import Facts
@@ -57,10 +58,18 @@ def process_facts(model: str, config: EngineConfig, processes: int) -> Facts:
         "the instruction sets": _instruction_sets(),
         **options,
         "the digest of the model's files": model_digest(resolve_model(model)),
-        "the digest of the draft's files": ""
-        if config.draft_model is None
-        else model_digest(resolve_model(config.draft_model)),
+        "the digest of the draft's files": _draft_digest(config.draft_model),
     }
+
+
+def _draft_digest(name: str | None) -> str:
+    """Compute the digest of a draft's files; empty for none."""
+    if name is None:
+        return ""
+    try:
+        return model_digest(resolve_model(name))
+    except ConfigError as error:
+        raise ConfigError(f"draft_model: {name}: {error}") from error
 
 
 def program_facts(runner: ModelRunner, programs: Programs) -> Facts:
