@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.adapters.peft import AdapterReader
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.hub import DEMO_DIRECTORY
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.config import ExpertsConfig
 from penstock.runtime.models.configs.recurrent import DeltaNetConfig
@@ -198,6 +200,42 @@ def test_adapters_are_cut_as_their_layers_are():
             np.testing.assert_array_equal(b[:8].T, whole_b if outputs is None else whole_b[outputs])
             assert not a[:, 8:].any()
             assert not b[8:].any()
+
+
+def test_packed_adapters_are_cut_as_their_layers_are():
+    """Native kernels multiply all layers of the demo model on two devices, which have two heads of queries
+    and 384 inner channels each. A lies in pairs of inputs, and B in blocks of 16 outputs and pairs of ranks.
+    """
+    generator, devices, rank = np.random.default_rng(1), 2, 16
+    config = cut(load_config(DEMO_DIRECTORY), devices)
+    model = adapted_model(config, ml_dtypes.bfloat16, LinearFormat(packed=True))
+    names = {part: f"model.layers.1.self_attn.{part}_proj" for part in "qo"}
+    names |= {part: f"model.layers.1.mlp.{part}_proj" for part in ("up", "down")}
+    a, b, sent = {}, {}, []
+    for part, name in names.items():
+        layer = model.layers[name]
+        a[part] = generator.integers(-9, 9, (7, layer.in_size)).astype(ml_dtypes.bfloat16)
+        b[part] = generator.integers(-9, 9, (layer.out_size, 7)).astype(ml_dtypes.bfloat16)
+        sent += [(f"{name}.lora_A.weight", a[part]), (f"{name}.lora_B.weight", b[part])]
+    made = AdapterReader(model, rank).read(AdapterTensors({"r": 7, "lora_alpha": 7}, sent))
+    for device, values in enumerate(made.values.whole()):
+        heads, inner = (slice(size * device, size * (device + 1)) for size in (128, 384))
+        wanted = {
+            "q": (a["q"], b["q"][heads]),
+            "o": (a["o"][:, heads], b["o"]),
+            "up": (a["up"], b["up"][inner]),
+            "down": (a["down"][:, inner], b["down"]),
+        }
+        for part, (wanted_a, wanted_b) in wanted.items():
+            found = next(each for each in model.layers[names[part]].parts if each.pieces[0].device == device)
+            place, inputs, outputs = found.place, wanted_a.shape[1], len(wanted_b)
+            assert place.packed
+            pairs = values[place.a_at(found.part) * rank :][: inputs * rank].reshape(-1, rank, 2)
+            blocks = values[place.b_at(found.part) * rank :][: outputs * rank].reshape(-1, rank // 2, 16, 2)
+            got_a = pairs.transpose(1, 0, 2).reshape(rank, inputs)
+            got_b = blocks.transpose(0, 2, 1, 3).reshape(outputs, rank)
+            np.testing.assert_array_equal(got_a, np.pad(wanted_a, ((0, rank - 7), (0, 0))))
+            np.testing.assert_array_equal(got_b, np.pad(wanted_b, ((0, 0), (0, rank - 7))))
 
 
 WHOLE = r"norm|_a_proj|mlp\.gate\.|block_sparse_moe\.gate|e_score_correction"
