@@ -169,3 +169,11 @@ def test_operands_that_do_not_suit_each_other() -> None:
         multiply(
             jnp.asarray(layer.x[:, :16]), layer.tiles, jnp.asarray(layer.pool), num_rows=jnp.int32(2)
         ).block_until_ready()
+
+
+def test_what_is_absent_needs_no_place_in_the_vectors() -> None:
+    """A model without biases may have fewer vectors than one of its layers has outputs."""
+    layer = Layer(np.random.default_rng(2), 2, 64, 32)
+    got = multiply(jnp.asarray(layer.x), layer.tiles, jnp.zeros((16,), jnp.float32), num_rows=jnp.int32(2))
+    exact, error = layer.product()
+    assert (np.abs(np.asarray(got) - exact) <= error).all()

@@ -42,7 +42,7 @@ ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ff
     return ffi::Error::InvalidArgument("the residual is like y");
   }
   for (int64_t place : {bias, norm, norm_bias}) {
-    if (place + n > sizes(vectors)) {
+    if (place >= 0 && place + n > sizes(vectors)) {
       return ffi::Error::InvalidArgument("a bias or a norm lies behind the vectors");
     }
   }
