@@ -161,7 +161,8 @@ class Plan:
     """Slot to slot of its adapter, for those of `new_requests` that have one."""
     pooled: Mapping[int, int] = field(default_factory=dict)
     """Row to the first of its tokens, counted from the row's first one, from which on their hidden states are
-    to be added up; none for rows whose request does not pool."""
+    to be pooled; none for rows whose request does not pool. They are added up; with Pooling.MAX the largest
+    number of each channel is taken, and with FIRST_TOKEN the first one alone."""
     proposer: str = ""
     """Who proposed tokens for rows of this plan; empty where none are proposed. `num_steps` is 1 if any are.
     """
@@ -211,8 +212,8 @@ class StepResult:
     """Row to the log-probabilities of the prompt's tokens at positions from start + 1 on, for requests that
     want them."""
     hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
-    """Row to hidden states, float32[E]: those of `Plan.pooled` added up, or, for requests that want it, the
-    one from which the row's token was chosen."""
+    """Row to hidden states, float32[E]: what those of `Plan.pooled` were pooled to, or, for requests that
+    want it, the one from which the row's token was chosen."""
 
 
 @dataclass(slots=True, kw_only=True)
