@@ -33,7 +33,7 @@ short convolutions; one window for all layers; gated delta nets."""
             pytest.param(tests, 3 if name == "three" else 2, devices, marks=pytest.mark.sweep, id=name)
             for name, tests, devices in (
                 ("kinds", (GOLDENS, "-k", f"xla and ({KINDS})"), 1),
-                ("three", (GOLDENS, "-k", "xla and gpt_oss"), 1),
+                ("three", (GOLDENS, "-k", "xla and (gpt_oss or qwen3_5)"), 1),
                 ("native", (GOLDENS, "-k", "native-lfm2 or native-olmo2"), 1),
                 ("2x2", (GOLDENS, "-k", "xla and (deepseek_v3 or lfm2 or gpt_oss)"), 2),
                 (
