@@ -631,9 +631,9 @@ type GetServerInfoResponse struct {
 	// The most bytes of a request's message; a larger one is RESOURCE_EXHAUSTED MESSAGE_TOO_LARGE.
 	// Unit: bytes.
 	MaxRequestBytes uint64 `protobuf:"varint,11,opt,name=max_request_bytes,json=maxRequestBytes,proto3" json:"max_request_bytes,omitempty"`
-	// Who proposes tokens that the model then checks, several in a step: "lookup", which finds them in the prompt, in the
-	// output, and in earlier requests with an equal cache salt; "draft", a smaller model; "heads", a layer of the
-	// checkpoint. Clients must take other names, too. Empty: nobody does.
+	// Who proposes tokens that the model then checks, several in a step: "lookup", which finds them in the prompt and in
+	// the output, and where the operator says so in a text, or in earlier requests with an equal cache salt; "draft", a
+	// smaller model; "heads", a layer of the checkpoint. Clients must take other names, too. Empty: nobody does.
 	Proposer string `protobuf:"bytes,12,opt,name=proposer,proto3" json:"proposer,omitempty"`
 	// The most tokens that are proposed for an output in a step; 0 without a proposer.
 	// Unit: tokens.

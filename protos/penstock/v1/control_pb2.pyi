@@ -452,9 +452,9 @@ class GetServerInfoResponse(_message.Message):
     Unit: bytes.
     """
     proposer: _builtins.str
-    """Who proposes tokens that the model then checks, several in a step: "lookup", which finds them in the prompt, in the
-    output, and in earlier requests with an equal cache salt; "draft", a smaller model; "heads", a layer of the
-    checkpoint. Clients must take other names, too. Empty: nobody does.
+    """Who proposes tokens that the model then checks, several in a step: "lookup", which finds them in the prompt and in
+    the output, and where the operator says so in a text, or in earlier requests with an equal cache salt; "draft", a
+    smaller model; "heads", a layer of the checkpoint. Clients must take other names, too. Empty: nobody does.
     """
     max_proposed_tokens: _builtins.int
     """The most tokens that are proposed for an output in a step; 0 without a proposer.
