@@ -82,6 +82,8 @@ async def test_a_pushed_adapter_is_what_was_sent() -> None:
         source="pushed",
     )
     expected.last_used.CopyFrom(reply.adapter.last_used)
+    (known,) = rig.engine.adapters.list()
+    assert abs(reply.adapter.last_used.ToNanoseconds() / 1e9 - known.last_used_s) < 1e-3
     assert reply.adapter == expected
 
 

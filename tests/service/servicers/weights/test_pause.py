@@ -118,8 +118,9 @@ async def test_a_client_that_gives_up_takes_the_pause_back(how: str) -> None:
 
 
 async def test_memory_is_freed() -> None:
-    async with serving(fake()) as rig:
-        assert (await pause(rig, free_kv_cache=True)).freed_bytes == 0, "nothing was computed"
+    async with serving(fake(page_size=1)) as rig:
+        await rig.inference.Generate(generate("abcd", stopping={"max_tokens": 1}))
+        assert (await pause(rig, free_kv_cache=True)).freed_bytes == 4, "one for each page"
         assert (await pause(rig, offload_weights=True)).freed_bytes == WEIGHT_BYTES
 
 
