@@ -32,7 +32,6 @@ from tests.support.suite.costs import Costs
 PLATFORM = os.environ.get("PENSTOCK_TEST_PLATFORM", "cpu")
 USERS_XLA = os.environ.get("PENSTOCK_TEST_XLA", "quick") == "users"
 ROOT = Path(__file__).parents[1]
-GOLDENS = frozenset(path.parent.name for path in (ROOT / "tests" / "golden").glob("*/config.json"))
 
 os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_NUM_CPU_DEVICES"] = str(
@@ -132,18 +131,6 @@ def changes_since(revision: str | None) -> drawing.Touched:
     return drawing.touched(changed.splitlines(), ROOT)
 
 
-def sweep_key(item: pytest.Item) -> drawing.SweepKey:
-    """Return what the test is drawn by."""
-    callspec = getattr(item, "callspec", None)
-    values = [value for value in callspec.params.values() if isinstance(value, str)] if callspec else []
-    family = next((value for value in values if value in GOLDENS), "")
-    marked_file = any(
-        mark.name == "sweep" for mark in getattr(item.getparent(pytest.Module), "own_markers", ())
-    )
-    shared = next((word for mark in item.iter_markers("sweep") for word in mark.args), "")
-    return drawing.SweepKey(item.nodeid, family, is_alone=not marked_file, shared=shared)
-
-
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     number = config.getoption("draw")
@@ -152,8 +139,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept: list[pytest.Item] = []
         left_out: list[pytest.Item] = []
         for item in items:
-            key = sweep_key(item)
-            drawn = key.part(GOLDENS, PARTS) == number % PARTS
+            key = drawing.sweep_key(item)
+            drawn = key.part(drawing.GOLDEN_NAMES, PARTS) == number % PARTS
             is_sweep = item.get_closest_marker("sweep") is not None
             always = not drawing.needs_draw(is_sweep, FRONT_PROCESSES > 0, changes)
             runs = drawn or key in changes or always

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import APART, GOLDENS, LONGEST, TOGETHER
+from tests.conftest import APART, LONGEST, TOGETHER
 from tests.support.suite.drawing import (
     BUILT,
     FRONT_PARTS,
+    GOLDEN_NAMES,
     MIRRORED,
     OPTIMIZED_PARTS,
     SWEEP_PARTS,
@@ -35,10 +36,10 @@ def key(test: str, **told: object) -> SweepKey:
 
 def test_one_run_in_four_has_a_test_and_one_in_nine_compiles_a_file_as_users_do() -> None:
     tests = [f"tests/a/test_b.py::test_c[{number}]" for number in range(300)]
-    by_part = Counter(key(test).part(GOLDENS) for test in tests)
+    by_part = Counter(key(test).part(GOLDEN_NAMES) for test in tests)
     assert sorted(by_part) == list(range(SWEEP_PARTS))
     assert min(by_part.values()) > 50
-    of_fronts = Counter(key(test).part(GOLDENS, FRONT_PARTS) for test in tests)
+    of_fronts = Counter(key(test).part(GOLDEN_NAMES, FRONT_PARTS) for test in tests)
     assert sorted(of_fronts) == list(range(FRONT_PARTS))
     assert min(of_fronts.values()) > 25
     for file in FILES:
@@ -51,24 +52,27 @@ def test_one_run_in_four_has_a_test_and_one_in_nine_compiles_a_file_as_users_do(
 
 def test_a_family_is_drawn_in_all_files_at_once_and_a_file_that_is_marked_as_a_whole() -> None:
     parts = {
-        key(f"tests/{file}::test[{name}]", family=name).part(GOLDENS)
+        key(f"tests/{file}::test[{name}]", family=name).part(GOLDEN_NAMES)
         for file in ("a.py", "b.py", "c.py")
         for name in ["qwen3"]
     }
     assert len(parts) == 1
-    by_part = Counter(key("a::b", family=name).part(GOLDENS) for name in GOLDENS)
+    by_part = Counter(key("a::b", family=name).part(GOLDEN_NAMES) for name in GOLDEN_NAMES)
     assert max(by_part.values()) - min(by_part.values()) <= 1
-    of_a_file = {key(f"a.py::test_{n}", is_alone=False).part(GOLDENS) for n in range(20)}
+    of_a_file = {key(f"a.py::test_{n}", is_alone=False).part(GOLDEN_NAMES) for n in range(20)}
     assert len(of_a_file) == 1
 
 
 def test_tests_that_share_an_engine_are_drawn_together() -> None:
-    assert len({key(f"a.py::test[{number}]", shared="engine").part(GOLDENS) for number in range(20)}) == 1
+    assert (
+        len({key(f"a.py::test[{number}]", shared="engine").part(GOLDEN_NAMES) for number in range(20)}) == 1
+    )
 
 
 def test_a_run_has_all_tests_of_one_thing_that_is_built_and_none_of_the_others() -> None:
     drawn = [
-        {key(f"a.py::test[{number}]", shared=word).part(GOLDENS) for number in range(20)} for word in BUILT
+        {key(f"a.py::test[{number}]", shared=word).part(GOLDEN_NAMES) for number in range(20)}
+        for word in BUILT
     ]
     assert sorted(part for parts in drawn for part in parts) == list(range(SWEEP_PARTS))
     for word, folder in ((word, folder) for word, folders in BUILT.items() for folder in folders):

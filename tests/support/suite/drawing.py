@@ -62,6 +62,9 @@ WHOLE_PARTS = ("tests", "tests/runtime", "tests/service", "tests/clients")
 """A source directly in one of these touches every test there is, so the drawn quarter has to do."""
 FAMILIES = "runtime/penstock/runtime/models/families"
 GOLDENS = "tests/golden"
+GOLDEN_NAMES = frozenset(
+    path.parent.name for path in (Path(__file__).parents[2] / "golden").glob("*/config.json")
+)
 PAGES = "tests/docs"
 RELAY = "tests/service/relay"
 
@@ -116,6 +119,18 @@ class SweepKey:
             return sorted(families).index(self.family) % parts
         drawn_by = self.shared or (self.test if self.is_alone else self.file)
         return crc32(drawn_by.encode()) % parts
+
+
+def sweep_key(item: pytest.Item) -> SweepKey:
+    """Return what the test is drawn by."""
+    callspec = getattr(item, "callspec", None)
+    values = [value for value in callspec.params.values() if isinstance(value, str)] if callspec else []
+    family = next((value for value in values if value in GOLDEN_NAMES), "")
+    marked_file = any(
+        mark.name == "sweep" for mark in getattr(item.getparent(pytest.Module), "own_markers", ())
+    )
+    shared = next((word for mark in item.iter_markers("sweep") for word in mark.args), "")
+    return SweepKey(item.nodeid, family, is_alone=not marked_file, shared=shared)
 
 
 def needs_draw(is_sweep: bool, through_fronts: bool, changes: Touched) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.suite.drawing import SWEEP_PARTS
+from tests.support.suite.drawing import GOLDEN_NAMES, SWEEP_PARTS, sweep_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,9 @@ class _Collector:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        # Before pytest, it would import packages whose assertions pytest rewrites.
-        from tests.conftest import GOLDENS, sweep_key  # noqa: PLC0415
-
         for item in items:
             tier = next((name for name in ("sweep", "ci") if item.get_closest_marker(name)), "test")
-            self.placed.append(Placed(item.nodeid, tier, sweep_key(item).part(GOLDENS)))
+            self.placed.append(Placed(item.nodeid, tier, sweep_key(item).part(GOLDEN_NAMES)))
         items.clear()
 
 
