@@ -202,6 +202,16 @@ EFFECTS = {
         ),
         f"{UPDATE}::test_new_weights_serve",
     ),
+    **dict.fromkeys(
+        (
+            "chunks",
+            "chunks.chunks",
+            "chunks.chunks.tensor_index",
+            "chunks.chunks.offset",
+            "chunks.chunks.data",
+        ),
+        "test_update_weights_refused::test_chunks_in_one_message_are_taken_as_if_they_came_alone",
+    ),
     "begin.uri": f"{UPDATE}::test_weights_from_a_file",
     "begin.stage_only": f"{UPDATE}::test_staged_weights_are_committed",
     "begin.validate_only": f"{UPDATE}::test_a_manifest_is_only_validated",
