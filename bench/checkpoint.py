@@ -42,7 +42,7 @@ NUM_CONTROL = len(CONTROL)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Qwen3 decoder with tied embeddings.
+    """Sizes of a decoder: here Qwen3's with tied embeddings, in `bench.gguf_checkpoint` Llama's with a head.
 
     `num_words` is how many of the vocabulary's ids the tokenizer knows as text. Its control tokens follow,
     and the rest of the vocabulary is padding, as in the real model.

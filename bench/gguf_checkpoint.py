@@ -16,7 +16,6 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.checkpoint import CONTROL, DEVIATION, MERGES, words
+from bench.checkpoint import CONTROL, DEVIATION, MERGES, Shape, words
 
 _VALUES = 256  # of a block
 _ROPE_THETA, _NORM_EPSILON = 500_000.0, 1e-5
@@ -33,23 +32,6 @@ _ROPE_FACTOR, _LOW, _HIGH, _ORIGINAL_CONTEXT = 8.0, 1.0, 4.0, 8192
 _OF_FILE = 15
 """What general.file_type has for Q4_K_M."""
 _NORMAL, _CONTROL = 1, 3
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a Llama whose head has weights of its own. `num_words` is how many of the vocabulary's ids are
-    text; the others are control tokens.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    num_words: int
-    max_position_embeddings: int
 
 
 SHAPES = {

@@ -140,13 +140,13 @@ def _set(message: Any, name: str, value: Any) -> None:
 
 
 _MOST_CHUNK_BYTES: Final = 8 << 20
+"""A server may take more, but that would only cost memory."""
 _MOST_LISTED: Final = 4096
 """Chunks in one message, which is the most that a server takes."""
 _MOST_LISTED_BYTES: Final = 1 << 20
 """Bytes of small chunks in one message: more of them gain nothing, and wait for each other."""
 _BESIDE_DATA: Final = 32
 """The most bytes that a chunk in a list has beside its data."""
-"""A server may take more, but that would only cost memory."""
 
 
 @dataclass(frozen=True, slots=True)
