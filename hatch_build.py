@@ -22,13 +22,13 @@ class NativeLibrary(BuildHookInterface[Any]):
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def dependencies(self) -> list[str]:
-        """What the build environment needs: JAX, for the headers of its FFI."""
+        """Return what the build environment needs: JAX, for the headers of its FFI."""
         if platform.machine() != "x86_64" or not any(map(shutil.which, ("c++", "g++", "clang++"))):
             return []
         return [wanted for wanted in self.metadata.core.dependencies if wanted.startswith("jax")]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called before a wheel is built. An editable one needs no library: `make install` compiles it."""
+        """Compile the library for a wheel. An editable one needs none: `make install` compiles it."""
         if version == "editable":
             return
         sys.path.insert(0, str(Path(self.root, "runtime")))
@@ -50,6 +50,6 @@ class NativeLibrary(BuildHookInterface[Any]):
         build_data["tag"] = f"py3-none-linux_{platform.machine()}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Called when the wheel has been written."""
+        """Remove what was compiled, when the wheel is written."""
         if self._folder is not None:
             self._folder.cleanup()

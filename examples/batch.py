@@ -23,14 +23,14 @@ from penstock.runtime.errors import GenerationError, RequestError
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON objects; none where there is no file."""
+    """Return the lines of a file of JSON objects; none where there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 async def answer(engine: AsyncEngine, prompt: str, stopping: StoppingParams) -> dict[str, Any]:
-    """What is written about one prompt."""
+    """Generate an answer, and return what is written about it."""
     try:
         generation = await engine.generate(prompt, stopping=stopping)
     except (RequestError, GenerationError) as error:

@@ -20,7 +20,7 @@ MOST_CALLS = 4
 
 
 def run_tool(name: str) -> str:
-    """The result of a call, as the model gets to see it."""
+    """Return the result of a call, as the model gets to see it."""
     if name != CLOCK.name:
         return f"There is no tool {name!r}."
     return dt.datetime.now().astimezone().strftime("%H:%M")
@@ -51,7 +51,7 @@ def turn(engine: Engine, messages: list[ChatTurn], max_tokens: int) -> None:
 
 
 def lines() -> Iterable[str]:
-    """What the user types, up to an empty line."""
+    """Yield what the user types, up to an empty line."""
     while True:
         try:
             line = input("> ").strip()

@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_events(stream)
 
     def body(self) -> dict[str, Any]:
-        """The JSON object in the request's body. ValueError where there is none."""
+        """Return the JSON object in the request's body. ValueError where there is none."""
         length = int(self.headers.get("Content-Length", 0))
         if not 0 < length <= MOST_BYTES:
             raise ValueError(f"the body must have 1 to {MOST_BYTES} bytes")
@@ -63,13 +63,13 @@ class Handler(BaseHTTPRequestHandler):
         return fields
 
     def start(self, fields: dict[str, Any]) -> GenerationStream:
-        """The running request."""
+        """Start the request."""
         prompt = fields.pop("prompt")
         stopping = StoppingParams(max_tokens=fields.pop("max_tokens", 100))
         return self.engine.stream(prompt, stopping=stopping, sampling=SamplingParams(**fields))
 
     def send_events(self, stream: GenerationStream) -> None:
-        """What the engine makes, as it comes. A client that goes away ends the stream."""
+        """Send what the engine makes, as it comes. A client that goes away ends the stream."""
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def answer(self, status: HTTPStatus, fields: dict[str, Any]) -> None:
-        """A whole answer."""
+        """Send a whole answer."""
         content = json.dumps(fields).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def server_of(engine: Engine, port: int) -> ThreadingHTTPServer:
-    """A server for the engine on 127.0.0.1; port 0: the system chooses one."""
+    """Make a server for the engine on 127.0.0.1; port 0: the system chooses one."""
     return ThreadingHTTPServer(("127.0.0.1", port), type("EngineHandler", (Handler,), {"engine": engine}))
 
 

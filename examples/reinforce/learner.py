@@ -84,7 +84,7 @@ def loss_of(params: Params, batch: Batch, logprobs: LogProbs) -> tuple[jax.Array
 
 
 def make_update(logprobs: LogProbs, optimizer: optax.GradientTransformation) -> Update:
-    """A compiled function that makes one gradient step."""
+    """Compile a function that makes one gradient step."""
 
     def update(params: Params, state: State, batch: Batch) -> tuple[Params, State, Figures]:
         gradients, figures = jax.grad(loss_of, has_aux=True)(params, batch, logprobs)

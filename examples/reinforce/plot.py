@@ -27,7 +27,7 @@ def read(path: Path) -> tuple[Points, Points]:
 
 
 def svg(rewards: Points, held_out: Points) -> str:
-    """The picture. Raises ValueError without data."""
+    """Draw the picture. ValueError without data."""
     if not rewards or not held_out:
         raise ValueError("the file has no steps")
     last = max(step for step, _ in [*rewards, *held_out])

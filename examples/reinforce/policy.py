@@ -14,7 +14,7 @@ from tools.demo_model.model import ModelConfig, Params, forward
 
 
 def as_served(params: Params, dtype: str) -> Params:
-    """The weights as the server has them: rounded to bfloat16 if that is its `dtype`, but kept in float32.
+    """Return the weights as the server has them: rounded to bfloat16 if that is its `dtype`, but in float32.
 
     The trainer computes with these, so that its policy is the one that the server samples from. The gradient
     passes the rounding unchanged (but for its own rounding), and changes the unrounded weights: most changes
@@ -27,12 +27,12 @@ def as_served(params: Params, dtype: str) -> Params:
 
 
 def to_push(params: Params, dtype: str) -> Params:
-    """The tensors to send to a server that serves `dtype`, without bits that it could not keep."""
+    """Return the tensors to send to a server that serves `dtype`, without bits that it could not keep."""
     return {name: value.astype(jnp.bfloat16) for name, value in params.items()} if dtype == "bf16" else params
 
 
 def logprobs_of(config: ModelConfig, dtype: str) -> LogProbs:
-    """The log-probabilities of the model, with the weights as a server of this `dtype` has them.
+    """Make the function that computes log-probabilities, with weights as a server of this `dtype` has them.
 
     That of a row's first token is 0, because nothing comes before it. Rows are padded behind their last
     token, where causal attention does not look.

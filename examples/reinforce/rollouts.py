@@ -82,6 +82,6 @@ def _sample_of(question: Question, answer: Generation, output: Output, generatio
 
 
 def mean_reward(groups: Sequence[Sequence[Sample]]) -> float:
-    """The mean reward of all samples."""
+    """Compute the mean reward of all samples."""
     rewards = [sample.reward for group in groups for sample in group]
     return sum(rewards) / len(rewards)

@@ -103,6 +103,6 @@ class Trainer:
         )
 
     def held_out_reward(self) -> float:
-        """The mean reward of samples of the held-out questions, drawn with the weights that serve."""
+        """Draw samples of the held-out questions with the weights that serve; return their mean reward."""
         seed = 2**40 + self._options.seed * 1000
         return mean_reward(sample(self._client, self.held_out, n=4, seed=seed, generation=self.generation))

@@ -45,7 +45,7 @@ def adapters_of(rank: int, slots: np.ndarray, place: AdapterPlace = PLACE) -> Li
 
 
 def added(x: np.ndarray, adapters: LinearAdapters) -> np.ndarray:
-    """What adapters add: numpy's sums, from the layout that `ops.adapters` describes."""
+    """Compute what adapters add: numpy's sums, from the layout that `ops.adapters` describes."""
     rows, place = adapters
     pool = np.asarray(rows.pool).astype(np.float64)
     out = np.zeros((len(x), sum(place.parts)))
