@@ -20,10 +20,11 @@ from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, we
 from tests.contract.test_comments import _PAIR, SENT
 from tests.contract.test_protos import REPOSITORY
 from tests.service.rig import Rig, failure_of, fake, generate, serving
+from tests.service.updatable import updatable
 from tests.service.weights_rig import begin, fake_tensors, push, steps
 
 SERVERS: Mapping[str, Callable[[], Any]] = {
-    "plain": lambda: serving(),
+    "plain": lambda: serving(updatable()),
     "without a tokenizer": lambda: serving(fake(codec=None)),
     "without grammars": lambda: serving(features=Features(constraints=False)),
     "with an address for control": lambda: serving(listen=ListenOptions(control_port=0)),

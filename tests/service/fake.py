@@ -22,9 +22,16 @@ from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.adapters.registry import AdapterRegistry
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.config import CPU_SIZES, EngineConfig, ResolvedConfig, resolve
-from penstock.runtime.errors import AdapterFormatError, ConfigError, EngineFailure
+from penstock.runtime.errors import (
+    AdapterFormatError,
+    ConfigError,
+    EngineFailure,
+    UnknownUpdate,
+    UnsupportedFeature,
+)
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.images.reader import ImageReader
+from penstock.runtime.loading.dtypes import DTYPES
 from penstock.runtime.loop.changes import Change
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy, Sink
@@ -43,11 +50,16 @@ from penstock.runtime.scheduling.proposals import Proposer
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.text.interface import Text
-from tests.service.fake_updater import FakeUpdater
-from tests.support.fake_profiler import FakeProfiler
+from penstock.service.backend import Profiler
 from tests.support.meters import BUILD
 from tests.support.models.byte_text import EOS, VOCAB
 from tests.support.scheduler.byte_runner import HIDDEN_SIZE, ByteProposer, ByteRunner
+
+TENSORS = {
+    "model.embed_tokens.weight": SentTensor("model.embed_tokens.weight", "BF16", (VOCAB, 8)),
+    "model.norm.weight": SentTensor("model.norm.weight", "F32", (8,)),
+}
+"""The weights that the engine says it has. `tests/service/updatable.py` has some."""
 
 
 class HeldScheduler(Scheduler):
@@ -149,6 +161,30 @@ class ContentReader:
             raise AdapterFormatError("must be a whole number", field="r")
 
 
+class NoUpdates:
+    """The updater of an engine that takes no weights."""
+
+    digest = b""
+    staged_update_id = ""
+
+    def already_committed(self, update_id: str) -> None:
+        return None
+
+    def commit_staged(self, update_id: str, **_: Any) -> Any:
+        raise UnknownUpdate(update_id)
+
+    def discard(self, update_id: str) -> bool:
+        return False
+
+    def begin(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedFeature(["UpdateWeights"])
+
+    open_uri = validate = validate_uri = begin
+
+    def close(self) -> None:
+        pass
+
+
 class FakeEngine(EngineCore):
     """See the module's docstring. `scripts` has what follows a prompt, or one output of it, in place of
     letters; `tokens_per_step` is the length of windows. `guesses`: how many tokens are proposed for each
@@ -211,10 +247,10 @@ class FakeEngine(EngineCore):
         self.adapters = AdapterRegistry(
             self.config, self.adapter_reader, self.scheduler.roster.adapters, self.name_adapters
         )
-        self.updater = FakeUpdater(self)
+        self.updater: Any = NoUpdates()
+        """In its place, `tests/service/updatable.py` has the real one."""
         self.registry = Registry()
         self._meters = self._measure() if self.config.metrics else None
-        self.profiler = FakeProfiler()
         self.seen: list[Request] = []
         """The requests that were taken."""
         self.cancelled: list[str] = []
@@ -295,6 +331,12 @@ class FakeEngine(EngineCore):
     """The model of this engine reads no pictures."""
 
     @cached_property
+    def profiler(self) -> Profiler:
+        from penstock.runtime.profiling import profiler  # noqa: PLC0415  # imports JAX
+
+        return profiler.Profiler(self)
+
+    @cached_property
     def forms(self) -> ChatForms:
         if self.text is None:
             return ChatForms()
@@ -314,7 +356,7 @@ class FakeEngine(EngineCore):
         )
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return self.updater.tensor_specs()
+        return [(name, DTYPES[sent.dtype].name, sent.shape) for name, sent in TENSORS.items()]
 
     def metrics(self, *, flush: bool = True) -> EngineMetrics:
         if self._meters is None:
@@ -337,6 +379,7 @@ class FakeEngine(EngineCore):
     def shutdown(self) -> None:
         super().shutdown()
         self.journal.close()
+        self.updater.close()
 
     def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
         """Do what the core does. While the engine is held, return when it has tried to let the request in."""

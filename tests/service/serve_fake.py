@@ -49,7 +49,7 @@ class Loader:
         if config.served_model_name in ("never-loads", "deaf-early"):
             forever.wait()
         start: Any = forever.wait if config.served_model_name == "never-ready" else lambda: None
-        engine = SlowEngine(
+        return SlowEngine(
             dies=config.served_model_name == "dies",
             hangs=config.served_model_name == "hangs",
             codec=ByteText(),
@@ -59,8 +59,6 @@ class Loader:
             max_cached_adapters=config.max_cached_adapters,
             adapter_dir=config.adapter_dir,
         )
-        engine.profiler.ends_at_once = True
-        return engine
 
 
 class DeafServer(PenstockServer):

@@ -1,16 +1,20 @@
-"""The messages of a weight update, for any tensors, as a client sends them."""
+"""The messages of a weight update, for any tensors, as a client sends them; and the tensors as a file."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import struct
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import google_crc32c
 
+from penstock.runtime.loading.dtypes import num_bytes
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.v1 import weights_pb2
-from tests.service.fake_updater import TENSORS, num_bytes
+from tests.service.fake import TENSORS
 from tests.service.update_calls import update_weights
 
 Step = weights_pb2.UpdateWeightsRequest
@@ -20,7 +24,23 @@ Tensors = Mapping[str, tuple[SentTensor, bytes]]
 
 def fake_tensors(fill: int) -> dict[str, tuple[SentTensor, bytes]]:
     """Make new weights for the fake engine: every byte is `fill`."""
-    return {name: (sent, bytes([fill]) * num_bytes(sent)) for name, sent in TENSORS.items()}
+    return {name: (sent, bytes([fill]) * (num_bytes(sent) or 0)) for name, sent in TENSORS.items()}
+
+
+def bytes_of(tensors: Tensors) -> dict[str, bytes]:
+    return {name: data for name, (_, data) in tensors.items()}
+
+
+def written(tensors: Tensors, file: Path) -> str:
+    """Write a safetensors file, as its format says. Returns its URI."""
+    header, at = {}, 0
+    for name, (sent, data) in tensors.items():
+        offsets = [at, at + len(data)]
+        header[name] = {"dtype": sent.dtype, "shape": list(sent.shape), "data_offsets": offsets}
+        at += len(data)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(bytes_of(tensors).values()))
+    return f"file://{file}"
 
 
 def spec(sent: SentTensor, data: bytes | None = None) -> weights_pb2.TensorSpec:

@@ -16,6 +16,7 @@ from penstock.runtime import errors
 from penstock.service.rpcs.interceptors import Undecoded
 from penstock.service.threads.lanes import Lanes
 from tests.service.rig import failure_of, fake, generate, serving, stream, until
+from tests.service.updatable import updatable
 from tests.service.weights_rig import fake_tensors, push, steps
 
 
@@ -69,13 +70,13 @@ async def test_what_failed_in_a_thread(no_collector: None) -> None:
 @pytest.mark.parametrize("how", ["refused at its begin", "spoiled", "no commit", "left", "committed"])
 async def test_an_upload(no_collector: None, how: str) -> None:
     """However it ends, nothing of it is kept: neither the upload, nor the bytes of its messages."""
-    engine: Any = fake()
+    engine: Any = updatable()
     kept: list[weakref.ref[Any]] = []
     open_it = engine.updater.begin
 
     def begin_seen(options: Any, sent: Any) -> Any:
         upload = open_it(options, sent)
-        kept.append(weakref.ref(upload))
+        kept.append(weakref.ref(upload._upload))
         return upload
 
     engine.updater.begin = begin_seen

@@ -1,28 +1,32 @@
-"""UpdateWeights, CommitWeights and DiscardWeights on the fake engine: what is taken, answered and refused.
+"""UpdateWeights, CommitWeights and DiscardWeights with the real updater on the fake engine: what is taken,
+answered and refused.
 
-What a refused update leaves behind is test_update_weights_refused's, and the real engine's part is
-test_update_weights_real's.
+What a refused update leaves behind is test_update_weights_refused's, and what a model computes with new
+weights is shown by tests/service/weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncIterator
 from datetime import UTC
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.sent_tensors import SentTensor
-from penstock.runtime.updating.interface import Staging, UpdateOptions
+from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateReport
 from penstock.v1 import control_pb2, types_pb2, weights_pb2
-from tests.service.fake_updater import TENSORS
-from tests.service.rig import Rig, failure_of, fake, generate, serving, until
+from tests.service.rig import Rig, failure_of, generate, serving, until
+from tests.service.updatable import updatable
 from tests.service.weights_rig import (
     begin,
+    bytes_of,
     chunk,
     chunks,
     commit,
@@ -30,10 +34,27 @@ from tests.service.weights_rig import (
     push,
     spec,
     steps,
+    written,
 )
 
-NEW = fake_tensors(7)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OLD, NEW = fake_tensors(0), fake_tensors(7)
 TOTAL = sum(len(data) for _, data in NEW.values())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server_of_file() -> AsyncIterator[Rig]:
+    """Serve those tests that change nothing."""
+    async with serving(updatable()) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(server_of_file: Rig) -> Rig:
+    """Return the file's server, whose updater has been asked for nothing."""
+    server_of_file.engine.updater.events.clear()
+    return server_of_file
 
 
 async def info(rig: Rig) -> control_pb2.GetModelInfoResponse:
@@ -58,21 +79,34 @@ def version(label: str, generation: int) -> types_pb2.WeightsVersion:
     return types_pb2.WeightsVersion(label=label, generation=generation)
 
 
-def pause_of(rig: Rig, update_id: str = "u") -> Duration:
-    """Return how long the engine paused for the update, as the updater says."""
-    report = rig.engine.updater.already_committed(update_id)
+def report_of(rig: Rig) -> UpdateReport:
+    """Return what the updater says of the update "u"."""
+    report: UpdateReport | None = rig.engine.updater.already_committed("u")
     assert report is not None
-    seconds, rest = divmod(round(report.paused_s * 1e9), 10**9)
-    assert seconds + rest > 0
+    return report
+
+
+def duration(time_s: float) -> Duration:
+    assert time_s > 0
+    seconds, rest = divmod(round(time_s * 1e9), 10**9)
     return Duration(seconds=seconds, nanos=rest)
+
+
+def digest_of_new() -> bytes:
+    """Compute the digest of NEW as weights.proto defines it."""
+    lines = [
+        f"{name} {sent.dtype} {','.join(map(str, sent.shape))} {hashlib.sha256(data).hexdigest()}\n"
+        for name, (sent, data) in sorted(NEW.items())
+    ]
+    return hashlib.sha256("".join(lines).encode()).digest()
 
 
 async def test_new_weights_serve() -> None:
     """In chunks of 1,000 bytes, and from both tensors in turn."""
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         mixed = sorted(chunks(NEW, 8), key=lambda step: step.chunk.offset)
         reply = await push(rig, [begin(NEW), *mixed, commit(TOTAL)])
-        assert rig.engine.updater.serving == {name: data for name, (_, data) in NEW.items()}
+        assert rig.engine.updater.serving == bytes_of(NEW)
         told = await info(rig)
         assert (await rig.inference.Generate(generate("y"))).outputs[0].weights[0].version == reply.current
     assert reply == weights_pb2.UpdateWeightsResponse(
@@ -81,17 +115,17 @@ async def test_new_weights_serve() -> None:
         outcome=weights_pb2.UPDATE_OUTCOME_COMMITTED,
         tensors_updated=2,
         bytes_received=TOTAL,
-        staged_in=Duration(seconds=1, nanos=500_000_000),
-        paused_for=pause_of(rig),
+        staged_in=duration(report_of(rig).staged_s),
+        paused_for=duration(report_of(rig).paused_s),
         in_flight=weights_pb2.InFlightReport(),
-        digest=hashlib.sha256(b"".join(data for _, data in NEW.values())).digest(),
+        digest=digest_of_new(),
     )
     assert (told.weights, told.weights_digest) == (reply.current, reply.digest)
     assert told.weights_since.ToDatetime(UTC) == rig.engine.weights_since
 
 
 async def test_everything_asked_for_reaches_the_updater() -> None:
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         seen: list[Any] = []
         real = rig.engine.updater.begin
 
@@ -132,14 +166,14 @@ async def test_everything_asked_for_reaches_the_updater() -> None:
 
 
 async def test_what_is_not_said_has_the_contracts_meaning() -> None:
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         await push(rig, steps(NEW, label="l"))
         assert rig.engine.updater.options == [UpdateOptions(update_id="u", label="l")]
 
 
 @pytest.mark.parametrize("policy", [2, 3, 4])
 async def test_what_became_of_the_running_requests(policy: int) -> None:
-    async with serving(fake(hold=True)) as rig:
+    async with serving(updatable(hold=True)) as rig:
         call = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(rig.engine.seen) == 1)
         report = (await push(rig, steps(NEW, in_flight=policy))).in_flight
@@ -150,7 +184,7 @@ async def test_what_became_of_the_running_requests(policy: int) -> None:
 
 
 async def test_a_request_that_runs_is_waited_for() -> None:
-    async with serving(fake(hold=True)) as rig:
+    async with serving(updatable(hold=True)) as rig:
         call = asyncio.ensure_future(rig.inference.Generate(generate("x")))
         await until(lambda: len(rig.engine.seen) == 1)
         pushing = asyncio.ensure_future(push(rig, steps(NEW)))
@@ -167,7 +201,7 @@ async def test_a_request_that_runs_is_waited_for() -> None:
 @pytest.mark.parametrize("sends", ["everything", "begin only"])
 async def test_an_update_that_is_sent_again_is_answered_at_once(sends: str) -> None:
     """Also if only its begin has come: no chunk is waited for."""
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         first = await push(rig, steps(NEW))
         rig.engine.updater.events.clear()
         if sends == "everything":
@@ -184,24 +218,24 @@ async def test_an_update_that_is_sent_again_is_answered_at_once(sends: str) -> N
 
 
 async def test_staged_weights_are_committed() -> None:
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         staged = await push(rig, steps(NEW, stage_only=True))
         assert staged.outcome == weights_pb2.UPDATE_OUTCOME_STAGED
         assert (staged.current, staged.previous) == (version("initial", 1), version("initial", 1))
         assert (await info(rig)).staged_update_id == "u"
         again = await push(rig, [begin(NEW, stage_only=True)])
         assert again.outcome == weights_pb2.UPDATE_OUTCOME_STAGED, "and no chunk was asked for"
-        assert rig.engine.updater.serving == {}
+        assert rig.engine.updater.serving == bytes_of(OLD)
         reply = await commit_staged(rig)
         assert reply == control_pb2.CommitWeightsResponse(
             current=version("new", 2),
             previous=version("initial", 1),
             outcome=weights_pb2.UPDATE_OUTCOME_COMMITTED,
-            paused_for=pause_of(rig),
+            paused_for=duration(report_of(rig).paused_s),
             in_flight=weights_pb2.InFlightReport(),
             digest=staged.digest,
         )
-        assert rig.engine.updater.serving == {name: data for name, (_, data) in NEW.items()}
+        assert rig.engine.updater.serving == bytes_of(NEW)
         second = await commit_staged(rig)
         assert second.outcome == weights_pb2.UPDATE_OUTCOME_ALREADY_COMMITTED
         assert (second.current, second.previous) == (version("new", 2), version("new", 2))
@@ -214,7 +248,7 @@ async def test_staged_weights_are_committed() -> None:
     ids=["as it began", "another"],
 )
 async def test_the_policy_of_a_commit(given: dict[str, Any], expected: str) -> None:
-    async with serving(fake(hold=True)) as rig:
+    async with serving(updatable(hold=True)) as rig:
         call = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(rig.engine.seen) == 1)
         await push(rig, steps(NEW, stage_only=True, in_flight=3))
@@ -225,7 +259,7 @@ async def test_the_policy_of_a_commit(given: dict[str, Any], expected: str) -> N
 
 
 async def test_a_commit_that_waits_too_long_leaves_the_update_staged() -> None:
-    async with serving(fake(hold=True)) as rig:
+    async with serving(updatable(hold=True)) as rig:
         call = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(rig.engine.seen) == 1)
         await push(rig, steps(NEW, stage_only=True))
@@ -238,7 +272,7 @@ async def test_a_commit_that_waits_too_long_leaves_the_update_staged() -> None:
 
 
 async def test_a_client_that_gives_up_its_commit_takes_it_back() -> None:
-    async with serving(fake(hold=True)) as rig:
+    async with serving(updatable(hold=True)) as rig:
         call = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(rig.engine.seen) == 1)
         await push(rig, steps(NEW, stage_only=True))
@@ -253,7 +287,7 @@ async def test_a_client_that_gives_up_its_commit_takes_it_back() -> None:
 
 
 async def test_staged_weights_are_discarded() -> None:
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         await push(rig, steps(NEW, stage_only=True))
         assert not await discard(rig, "another")
         assert await discard(rig)
@@ -264,10 +298,9 @@ async def test_staged_weights_are_discarded() -> None:
 
 
 @pytest.mark.parametrize("name", ["CommitWeights", "DiscardWeights"])
-async def test_an_id_is_required(name: str) -> None:
-    async with serving(fake()) as rig:
-        failure = await failure_of(getattr(rig.control, name)(getattr(control_pb2, f"{name}Request")()))
-        assert failure.violations == {"update_id": "must not be empty"}
+async def test_an_id_is_required(rig: Rig, name: str) -> None:
+    failure = await failure_of(getattr(rig.control, name)(getattr(control_pb2, f"{name}Request")()))
+    assert failure.violations == {"update_id": "must not be empty"}
 
 
 # -- validation only --
@@ -275,10 +308,10 @@ async def test_an_id_is_required(name: str) -> None:
 
 async def test_a_manifest_is_only_validated() -> None:
     """The answer comes without a commit, and takes no place: another update is under way."""
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         other = rig.inference.UpdateWeights()
         await other.write(begin(NEW, update_id="other"))
-        await until(lambda: "begin" in rig.engine.updater.events)
+        await until(lambda: bool(rig.engine.updater.options))
         call = rig.inference.UpdateWeights()
         await call.write(begin(NEW, validate_only=True))
         reply = await asyncio.wait_for(call, 20)
@@ -294,67 +327,78 @@ async def test_a_manifest_is_only_validated() -> None:
         other.cancel()
 
 
-async def test_a_bad_manifest_is_refused_before_any_byte() -> None:
+async def test_a_bad_manifest_is_refused_before_any_byte(rig: Rig) -> None:
     """With all of its bad tensors."""
     wrong = SentTensor("model.norm.weight", "F32", (9,))
     tensors = {"model.norm.weight": (wrong, b""), "extra": (SentTensor("extra", "I8", (1,)), b"")}
     for validate_only in (True, False):
-        async with serving(fake()) as rig:
-            call = rig.inference.UpdateWeights()
-            await call.write(begin(tensors, validate_only=validate_only))
-            failure = await failure_of(call)
-            assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_TENSORS")
-            assert failure.tensors == {
-                "model.norm.weight": "SHAPE",
-                "extra": "UNKNOWN_NAME",
-                "model.embed_tokens.weight": "MISSING",
-            }
+        call = rig.inference.UpdateWeights()
+        await call.write(begin(tensors, validate_only=validate_only))
+        failure = await failure_of(call)
+        assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_TENSORS")
+        assert failure.tensors == {
+            "model.norm.weight": "SHAPE",
+            "extra": "UNKNOWN_NAME",
+            "model.embed_tokens.weight": "MISSING",
+        }
 
 
 # -- files --
 
 
-def file_of(folder: Path, fill: int = 7) -> str:
-    file = folder / "weights.safetensors"
-    file.write_bytes(b"".join(data for _, data in fake_tensors(fill).values()))
-    return f"file://{file}"
+def file_of(folder: Path) -> str:
+    return written(NEW, folder / "weights.safetensors")
 
 
 async def test_weights_from_a_file(tmp_path: Path) -> None:
-    async with serving(fake(), weights_roots=(tmp_path,)) as rig:
+    async with serving(updatable(), weights_roots=(tmp_path,)) as rig:
         reply = await push(rig, [begin(uri=file_of(tmp_path)), commit(0)])
         assert reply.outcome == weights_pb2.UPDATE_OUTCOME_COMMITTED
-        assert rig.engine.updater.serving == {name: data for name, (_, data) in NEW.items()}
+        assert rig.engine.updater.serving == bytes_of(NEW)
         assert rig.engine.updater.events == ["open_uri", "read", "commit", "close"]
 
 
 async def test_a_file_is_not_read_before_the_client_has_committed_that(tmp_path: Path) -> None:
-    async with serving(fake(), weights_roots=(tmp_path,)) as rig:
+    async with serving(updatable(), weights_roots=(tmp_path,)) as rig:
         failure = await failure_of(push(rig, [begin(uri=file_of(tmp_path))]))
         assert failure.violations == {"step": "the stream has ended without commit; nothing has changed"}
         assert rig.engine.updater.events == ["open_uri", "close"]
 
 
 async def test_a_file_is_only_validated(tmp_path: Path) -> None:
-    async with serving(fake(), weights_roots=(tmp_path,)) as rig:
+    async with serving(updatable(), weights_roots=(tmp_path,)) as rig:
         reply = await push(rig, [begin(uri=file_of(tmp_path), validate_only=True)])
         assert reply.outcome == weights_pb2.UPDATE_OUTCOME_VALIDATED
         assert rig.engine.updater.events == ["validate_uri"]
 
 
 @pytest.mark.parametrize("validate_only", [False, True])
-async def test_files_need_a_root(tmp_path: Path, validate_only: bool) -> None:
-    async with serving(fake()) as rig:
-        first = begin(uri=file_of(tmp_path), validate_only=validate_only)
-        failure = await failure_of(push(rig, [first, commit(0)]))
-        assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
-        assert failure.info.metadata["field"] == "begin.uri"
-        assert "--weights-root" in failure.message
-        assert rig.engine.updater.events == []
+async def test_files_need_a_root(rig: Rig, tmp_path: Path, validate_only: bool) -> None:
+    first = begin(uri=file_of(tmp_path), validate_only=validate_only)
+    failure = await failure_of(push(rig, [first, commit(0)]))
+    assert (failure.code.name, failure.reason) == ("UNIMPLEMENTED", "UNSUPPORTED_FEATURE")
+    assert failure.info.metadata["field"] == "begin.uri"
+    assert "--weights-root" in failure.message
+    assert rig.engine.updater.events == []
+
+
+async def test_a_file_elsewhere_is_not_read(tmp_path: Path) -> None:
+    """Also not through a link, or by way of `..`; what does not exist is refused alike."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    file_of(outside)
+    (root / "link").symlink_to(outside)
+    async with serving(updatable(), weights_roots=(root,)) as rig:
+        for path in (outside, root / "link", root / ".." / "outside", tmp_path / "nothing"):
+            failure = await failure_of(push(rig, [begin(uri=f"file://{path}"), commit(0)]))
+            assert (failure.reason, list(failure.violations)) == ("INVALID_FIELD", ["begin.uri"])
+            assert "is not below a directory" in failure.message
+        assert rig.engine.updater.serving == bytes_of(OLD)
 
 
 async def test_a_file_has_no_chunks(tmp_path: Path) -> None:
-    async with serving(fake(), weights_roots=(tmp_path,)) as rig:
+    async with serving(updatable(), weights_roots=(tmp_path,)) as rig:
         failure = await failure_of(push(rig, [begin(uri=file_of(tmp_path)), chunk(0, 0, b"x"), commit(0)]))
         assert failure.violations == {"step": "no chunk may follow a begin with a uri; nothing has changed"}
         assert "read" not in rig.engine.updater.events
@@ -383,22 +427,20 @@ BAD: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_bad_fields_are_named(name: str) -> None:
+async def test_bad_fields_are_named(rig: Rig, name: str) -> None:
     fields, expected = BAD[name]
-    async with serving(fake()) as rig:
-        failure = await failure_of(push(rig, [begin(**fields), *steps(NEW)[1:]]))
-        assert (failure.reason, set(failure.violations)) == ("INVALID_FIELD", expected)
-        assert rig.engine.updater.events == []
+    failure = await failure_of(push(rig, [begin(**fields), *steps(NEW)[1:]]))
+    assert (failure.reason, set(failure.violations)) == ("INVALID_FIELD", expected)
+    assert rig.engine.updater.events == []
 
 
-async def test_bad_tensors_of_a_manifest_are_named() -> None:
+async def test_bad_tensors_of_a_manifest_are_named(rig: Rig) -> None:
     manifest = weights_pb2.TensorManifest()
     manifest.tensors.add(name="a", dtype=0)
     manifest.tensors.add(name="b", dtype=99)
     manifest.tensors.add(name="", dtype=weights_pb2.DATA_TYPE_F32, sha256=b"short")
     manifest.tensors.add(name="c", dtype=weights_pb2.DATA_TYPE_F32, shape=[1] * 9)
-    async with serving(fake()) as rig:
-        failure = await failure_of(push(rig, [begin(manifest=manifest)]))
+    failure = await failure_of(push(rig, [begin(manifest=manifest)]))
     assert failure.violations == {
         "begin.manifest.tensors[0].dtype": "is required",
         "begin.manifest.tensors[1].dtype": "99 is no value of DataType",
@@ -408,33 +450,27 @@ async def test_bad_tensors_of_a_manifest_are_named() -> None:
     }
 
 
-async def test_an_adapter_is_refused() -> None:
-    async with serving(fake()) as rig:
-        failure = await failure_of(push(rig, steps(NEW, adapter="lora")))
-        assert (failure.reason, failure.info.metadata["field"]) == ("UNSUPPORTED_FEATURE", "begin.adapter")
+async def test_an_adapter_is_refused(rig: Rig) -> None:
+    failure = await failure_of(push(rig, steps(NEW, adapter="lora")))
+    assert (failure.reason, failure.info.metadata["field"]) == ("UNSUPPORTED_FEATURE", "begin.adapter")
 
 
-async def test_too_many_tensors_are_refused_before_anything_looks_at_them() -> None:
+async def test_too_many_tensors_are_refused_before_anything_looks_at_them(rig: Rig) -> None:
     """20,001 small ones, and 300,000, which have too many fields for the decoder."""
     one = weights_pb2.TensorSpec(name="t", dtype=weights_pb2.DATA_TYPE_F32)
-    async with serving(fake()) as rig:
-        manifest = weights_pb2.TensorManifest(tensors=[one] * 20_001)
-        failure = await failure_of(push(rig, [begin(manifest=manifest)]))
-        assert failure.violations == {"begin.manifest.tensors": "at most 20000 tensors, not 20001"}
-        entry = one.SerializeToString()
-        tensors = (b"\x0a" + bytes([len(entry)]) + entry) * 300_000
-        manifest = weights_pb2.TensorManifest.FromString(tensors)
-        failure = await failure_of(push(rig, [begin(manifest=manifest)]))
-        assert failure.reason == "INVALID_FIELD"
-        assert "fields in all" in next(iter(failure.violations.values()))
-        assert rig.engine.updater.events == []
+    manifest = weights_pb2.TensorManifest(tensors=[one] * 20_001)
+    failure = await failure_of(push(rig, [begin(manifest=manifest)]))
+    assert failure.violations == {"begin.manifest.tensors": "at most 20000 tensors, not 20001"}
+    entry = one.SerializeToString()
+    tensors = (b"\x0a" + bytes([len(entry)]) + entry) * 300_000
+    manifest = weights_pb2.TensorManifest.FromString(tensors)
+    failure = await failure_of(push(rig, [begin(manifest=manifest)]))
+    assert failure.reason == "INVALID_FIELD"
+    assert "fields in all" in next(iter(failure.violations.values()))
+    assert rig.engine.updater.events == []
 
 
 async def test_a_label_may_be_any_text() -> None:
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         label = "pas \U0001f600\n%s {}"
         assert (await push(rig, steps(NEW, label=label))).current.label == label
-
-
-def test_all_tensors_of_the_fake_are_pushed_here() -> None:
-    assert set(NEW) == set(TENSORS)

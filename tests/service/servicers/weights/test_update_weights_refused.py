@@ -7,38 +7,61 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from grpc_health.v1 import health_pb2
 
 from penstock.service.limits.admission import Kind
 from penstock.service.limits.bounds import Bounds
 from penstock.v1 import control_pb2, weights_pb2
 from tests.service.h2peer import DATA, Peer, frame, grpc_message
-from tests.service.rig import Failure, Rig, failure_of, fake, generate, serving, until
-from tests.service.weights_rig import Step, begin, chunk, chunks, commit, fake_tensors, push, steps
+from tests.service.rig import Failure, Rig, failure_of, generate, serving, until
+from tests.service.updatable import updatable
+from tests.service.weights_rig import Step, begin, bytes_of, chunk, chunks, commit, fake_tensors, push, steps
 
-NEW, NEXT = fake_tensors(7), fake_tensors(9)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OLD, NEW = fake_tensors(0), fake_tensors(7)
 TOTAL = sum(len(data) for _, data in NEW.values())
 UPDATE = "/penstock.v1.InferenceService/UpdateWeights"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 Spoil = Callable[[list[Step]], list[Step]]
+numbers = count(10)
 
 
 @asynccontextmanager
-async def unharmed(**options: Any) -> AsyncIterator[Rig]:
-    """Run a server which at the end has the weights of its start, nothing open, and takes an update."""
-    async with serving(fake(), **options) as rig:
+async def unchanged(rig: Rig) -> AsyncIterator[Rig]:
+    """Check that the server at the end has the weights that it had, nothing open, and takes an update."""
+    engine, updater, number = rig.engine, rig.engine.updater, next(numbers)
+    before = (updater.serving, engine.weights)
+    updater.events.clear()
+    updater.options.clear()
+    yield rig
+    await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+    await until(lambda: updater.events.count("close") == len(updater.options))
+    assert (updater.serving, engine.weights) == before
+    assert (await rig.inference.Generate(generate("y"), timeout=20)).outputs[0].text == "z"
+    tensors = fake_tensors(number % 100 + 10)
+    reply = await push(rig, steps(tensors, update_id=f"next {number}"))
+    assert reply.outcome == weights_pb2.UPDATE_OUTCOME_COMMITTED
+    assert updater.serving == bytes_of(tensors) != before[0]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server_of_file() -> AsyncIterator[Rig]:
+    """Serve the uploads of all tests that need no server of their own."""
+    async with serving(updatable()) as rig:
         yield rig
-        updater = rig.engine.updater
-        await until(lambda: updater.events.count("close") == len(updater.options))
-        assert (updater.serving, rig.engine.weights.generation) == ({}, 1)
-        assert (await rig.inference.Generate(generate("y"), timeout=20)).outputs[0].text == "z"
-        reply = await push(rig, steps(NEXT, update_id="next"))
-        assert reply.outcome == weights_pb2.UPDATE_OUTCOME_COMMITTED
-        assert updater.serving == {name: data for name, (_, data) in NEXT.items()}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rig(server_of_file: Rig) -> AsyncIterator[Rig]:
+    async with unchanged(server_of_file) as rig:
+        yield rig
 
 
 def _corrupted(messages: list[Step]) -> list[Step]:
@@ -54,6 +77,7 @@ def _listed(*parts: Step) -> Step:
     return Step(chunks=weights_pb2.TensorChunks(chunks=[part.chunk for part in parts]))
 
 
+NEXT_BYTE = "the next byte of model.embed_tokens.weight is"
 SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "nothing at all": (lambda m: [], "INVALID_FIELD", "begin"),
     "no begin": (lambda m: m[1:], "INVALID_FIELD", "begin must be the first"),
@@ -63,14 +87,14 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "commit twice": (lambda m: [*m, m[-1]], "INVALID_FIELD", "nothing may follow commit"),
     "a chunk after commit": (lambda m: [*m, m[1]], "INVALID_FIELD", "nothing may follow commit"),
     "no step": (_replaced(2, Step()), "INVALID_FIELD", "has no step"),
-    "reordered": (lambda m: [m[0], m[2], m[1], *m[3:]], "INVALID_FIELD", "the next byte is 0"),
-    "a chunk twice": (lambda m: [m[0], m[1], *m[1:]], "INVALID_FIELD", "the next byte is 1000"),
-    "a chunk left out": (lambda m: [m[0], *m[2:]], "INVALID_FIELD", "the next byte is 0"),
+    "reordered": (lambda m: [m[0], m[2], m[1], *m[3:]], "INVALID_FIELD", f"is 1000; {NEXT_BYTE} 0"),
+    "a chunk twice": (lambda m: [m[0], m[1], *m[1:]], "INVALID_FIELD", f"is 0; {NEXT_BYTE} 1000"),
+    "a chunk left out": (lambda m: [m[0], *m[2:]], "INVALID_FIELD", f"is 1000; {NEXT_BYTE} 0"),
     "unknown tensor": (_replaced(1, chunk(2, 0, b"x")), "INVALID_FIELD", "must be below 2"),
     "a list in another order": (
         lambda m: [m[0], _listed(m[2], m[1]), *m[3:]],
         "INVALID_FIELD",
-        "chunks.chunks[0].offset: is 1000; the next byte is 0",
+        f"chunks.chunks[0].offset: is 1000; {NEXT_BYTE} 0",
     ),
     "unknown tensor in a list": (
         lambda m: [m[0], _listed(m[1], chunk(2, 0, b"x")), *m[2:]],
@@ -90,46 +114,48 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "truncated": (lambda m: [*m[:-2], m[-1]], "INVALID_TENSORS", "model.norm.weight"),
     "another total": (lambda m: [*m[:-1], commit(TOTAL + 1)], "INVALID_FIELD", "bytes have come"),
+    "not a number": (
+        lambda m: steps(fake_tensors(0xFF), refuse_non_finite=True),
+        "INVALID_TENSORS",
+        "model.norm.weight",
+    ),
     "corrupted": (_corrupted, "CHECKSUM_MISMATCH", "model.embed_tokens.weight"),
     "other generation": (
-        lambda m: [begin(NEW, expected_generation=5), *m[1:]],
+        lambda m: [begin(NEW, expected_generation=10**6), *m[1:]],
         "GENERATION_CHANGED",
-        "generation 5",
+        "generation 1000000",
     ),
 }
 
 
 @pytest.mark.parametrize("name", SPOILED)
-async def test_a_spoiled_upload_changes_nothing(name: str) -> None:
+async def test_a_spoiled_upload_changes_nothing(rig: Rig, name: str) -> None:
     spoil, reason, part = SPOILED[name]
-    async with unharmed() as rig:
-        failure = await failure_of(push(rig, spoil(steps(NEW))))
-        assert failure.reason == reason
-        assert part in failure.message
+    failure = await failure_of(push(rig, spoil(steps(NEW))))
+    assert failure.reason == reason
+    assert part in failure.message
 
 
-async def test_a_message_that_is_none() -> None:
-    async with unharmed() as rig:
-        call: Any = rig.channel.stream_unary(UPDATE)
-        first = begin(NEW).SerializeToString()
-        assert (await failure_of(call(iter([first, b"\xff"])))).reason == "INVALID_FIELD"
+async def test_a_message_that_is_none(rig: Rig) -> None:
+    call: Any = rig.channel.stream_unary(UPDATE)
+    first = begin(NEW).SerializeToString()
+    assert (await failure_of(call(iter([first, b"\xff"])))).reason == "INVALID_FIELD"
 
 
-async def test_a_field_of_a_newer_contract() -> None:
+async def test_a_field_of_a_newer_contract(rig: Rig) -> None:
     """In a chunk: `TensorChunk` has no field 9."""
-    async with unharmed() as rig:
-        call: Any = rig.channel.stream_unary(UPDATE)
-        newer = b"\x12\x02\x48\x01"
-        failure = await failure_of(call(iter([begin(NEW).SerializeToString(), newer])))
-        assert (failure.reason, failure.info.metadata["field"]) == (
-            "UNSUPPORTED_FEATURE",
-            "chunk.TensorChunk#9",
-        )
+    call: Any = rig.channel.stream_unary(UPDATE)
+    newer = b"\x12\x02\x48\x01"
+    failure = await failure_of(call(iter([begin(NEW).SerializeToString(), newer])))
+    assert (failure.reason, failure.info.metadata["field"]) == (
+        "UNSUPPORTED_FEATURE",
+        "chunk.TensorChunk#9",
+    )
 
 
 async def test_a_chunk_that_is_too_large() -> None:
     """Larger than what GetServerInfo allows, though the message is small enough."""
-    async with unharmed(max_receive_bytes=5000) as rig:
+    async with serving(updatable(), max_receive_bytes=5000) as rig, unchanged(rig):
         most = (await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())).max_chunk_bytes
         assert most == 5000 - 64
         too_large = [begin(NEW, update_id="u"), chunk(1, 0, bytes(most + 1))]
@@ -138,7 +164,7 @@ async def test_a_chunk_that_is_too_large() -> None:
 
 
 async def test_chunks_that_are_too_large_together() -> None:
-    async with unharmed(max_receive_bytes=3000) as rig:
+    async with serving(updatable(), max_receive_bytes=3000) as rig, unchanged(rig):
         most = (await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())).max_chunk_bytes
         parts = [chunk(1, 0, bytes(8)), chunk(0, 0, bytes(1000)), chunk(0, 1000, bytes(most - 1007))]
         failure = await failure_of(push(rig, [begin(NEW, update_id="u"), _listed(*parts)]))
@@ -147,27 +173,26 @@ async def test_chunks_that_are_too_large_together() -> None:
 
 
 async def test_chunks_in_one_message_are_taken_as_if_they_came_alone() -> None:
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         first, *parts, last = steps(NEW)
         assert (await push(rig, [first, _listed(*parts), last])).tensors_updated == 2
-        assert rig.engine.updater.serving == {name: data for name, (_, data) in NEW.items()}
+        assert rig.engine.updater.serving == bytes_of(NEW)
 
 
-async def test_a_chunk_without_bytes() -> None:
+async def test_a_chunk_without_bytes(rig: Rig) -> None:
     """It would only keep an upload alive that does not go on."""
-    async with unharmed() as rig:
-        failure = await failure_of(push(rig, [begin(NEW, update_id="u"), chunk(1, 0, b"")]))
-        assert failure.violations == {"chunk.data": "must have at least one byte"}
+    failure = await failure_of(push(rig, [begin(NEW, update_id="u"), chunk(1, 0, b"")]))
+    assert failure.violations == {"chunk.data": "must have at least one byte"}
 
 
 async def test_the_largest_chunk_is_taken() -> None:
-    async with serving(fake(), max_receive_bytes=3000) as rig:
+    async with serving(updatable(), max_receive_bytes=3000) as rig:
         most = (await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())).max_chunk_bytes
         assert (await push(rig, steps(NEW, size=most))).tensors_updated == 2
 
 
 async def test_a_message_above_the_receive_limit() -> None:
-    async with unharmed(max_receive_bytes=3000) as rig:
+    async with serving(updatable(), max_receive_bytes=3000) as rig, unchanged(rig):
         failure = await failure_of(push(rig, [begin(NEW), chunk(0, 0, bytes(3001))]))
         assert failure.reason == "MESSAGE_TOO_LARGE"
 
@@ -175,20 +200,19 @@ async def test_a_message_above_the_receive_limit() -> None:
 # -- two at once --
 
 
-async def test_a_second_update_is_refused_while_the_first_goes_on() -> None:
-    async with unharmed() as rig:
-        first = rig.inference.UpdateWeights()
-        await first.write(begin(NEW, update_id="first"))
-        await until(lambda: "begin" in rig.engine.updater.events)
-        failure = await failure_of(push(rig, steps(NEW, update_id="second")))
-        assert (failure.code.name, failure.reason) == ("ABORTED", "UPDATE_UNDER_WAY")
-        assert dict(failure.info.metadata) == {"update_id": "first", "staged": "false"}
-        assert failure.retry_after_s == 1.0
-        first.cancel()
+async def test_a_second_update_is_refused_while_the_first_goes_on(rig: Rig) -> None:
+    first = rig.inference.UpdateWeights()
+    await first.write(begin(NEW, update_id="first"))
+    await until(lambda: bool(rig.engine.updater.options))
+    failure = await failure_of(push(rig, steps(NEW, update_id="second")))
+    assert (failure.code.name, failure.reason) == ("ABORTED", "UPDATE_UNDER_WAY")
+    assert dict(failure.info.metadata) == {"update_id": "first", "staged": "false"}
+    assert failure.retry_after_s == 1.0
+    first.cancel()
 
 
 async def test_a_second_update_is_refused_while_one_is_staged() -> None:
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         await push(rig, steps(NEW, update_id="first", stage_only=True))
         failure = await failure_of(push(rig, steps(NEW, update_id="second")))
         assert dict(failure.info.metadata) == {"update_id": "first", "staged": "true"}
@@ -197,7 +221,7 @@ async def test_a_second_update_is_refused_while_one_is_staged() -> None:
 
 async def test_an_update_that_follows_a_refused_one_at_once_is_taken() -> None:
     """The refusal comes after the place is free."""
-    async with serving(fake()) as rig:
+    async with serving(updatable()) as rig:
         for _ in range(20):
             assert (await failure_of(push(rig, steps(NEW)[:-1]))).reason == "INVALID_FIELD"
         await push(rig, steps(NEW))
@@ -221,43 +245,38 @@ WHOLE = [framed(step) for step in steps(NEW, size=2000)]
 
 
 @pytest.mark.parametrize("number", range(len(WHOLE) + 1))
-async def test_a_connection_that_dies_between_two_messages_changes_nothing(number: int) -> None:
+async def test_a_connection_that_dies_between_two_messages_changes_nothing(rig: Rig, number: int) -> None:
     """Even after the last one, as long as the stream has not ended."""
-    async with unharmed() as rig:
-        async with Peer(rig.server.address) as peer:
-            await opened(peer, WHOLE[:number])
-            taken = sum(size > 0 for size in map(len, WHOLE[1:number]))
-            has_commit = number == len(WHOLE)
-            await until(lambda: rig.engine.updater.events.count("write") >= taken - has_commit)
-        await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+    async with Peer(rig.server.address) as peer:
+        await opened(peer, WHOLE[:number])
+        taken = sum(size > 0 for size in map(len, WHOLE[1:number]))
+        has_commit = number == len(WHOLE)
+        await until(lambda: rig.engine.updater.events.count("write") >= taken - has_commit)
 
 
 @pytest.mark.parametrize("number", range(len(WHOLE)))
-async def test_a_connection_that_dies_within_a_message_changes_nothing(number: int) -> None:
-    async with unharmed() as rig, Peer(rig.server.address) as peer:
+async def test_a_connection_that_dies_within_a_message_changes_nothing(rig: Rig, number: int) -> None:
+    async with Peer(rig.server.address) as peer:
         await opened(peer, [*WHOLE[:number], WHOLE[number][:-1]])
 
 
-async def test_a_connection_that_dies_is_no_end_of_a_stream() -> None:
+async def test_a_connection_that_dies_is_no_end_of_a_stream(rig: Rig) -> None:
     """For gRPC a lost connection also ends the stream of messages, and now and then before it cancels the
     call. So this is tried many times.
     """
+    generation, events = rig.engine.weights.generation, rig.engine.updater.events
     for attempt in range(40):
-        await _dies_at_the_end(waits=bool(attempt % 2))
-
-
-async def _dies_at_the_end(*, waits: bool) -> None:
-    async with serving(fake()) as rig:
+        taken = events.count("write") + len(WHOLE) - 2
         async with Peer(rig.server.address) as peer:
             await opened(peer, WHOLE)
-            if waits:
-                await until(lambda: rig.engine.updater.events.count("write") == len(WHOLE) - 2)
+            if attempt % 2:
+                await until(lambda: events.count("write") >= taken)  # noqa: B023 -- it is asked at once
         await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
-        assert rig.engine.weights.generation == 1
+        assert rig.engine.weights.generation == generation
 
 
-async def test_a_reset_stream_changes_nothing() -> None:
-    async with unharmed() as rig, Peer(rig.server.address) as peer:
+async def test_a_reset_stream_changes_nothing(rig: Rig) -> None:
+    async with Peer(rig.server.address) as peer:
         stream = await opened(peer, WHOLE)
         await until(lambda: rig.engine.updater.events.count("write") == len(WHOLE) - 2)
         await peer.reset(stream)
@@ -266,7 +285,7 @@ async def test_a_reset_stream_changes_nothing() -> None:
 
 async def test_the_same_bytes_with_an_end_are_an_update() -> None:
     """What the tests above send is right, but for its end."""
-    async with serving(fake()) as rig, Peer(rig.server.address, initial_window=1000) as peer:
+    async with serving(updatable()) as rig, Peer(rig.server.address, initial_window=1000) as peer:
         stream = await opened(peer, WHOLE)
         await peer.send(frame(DATA, 1, stream))
         reply = weights_pb2.UpdateWeightsResponse.FromString(await peer.message(stream))
@@ -274,27 +293,26 @@ async def test_the_same_bytes_with_an_end_are_an_update() -> None:
 
 
 @pytest.mark.parametrize("where", ["begin", "write"])
-async def test_a_client_that_goes_while_a_thread_works(where: str) -> None:
+async def test_a_client_that_goes_while_a_thread_works(rig: Rig, where: str) -> None:
     """The upload is closed, also if it is opened only after the client has gone."""
-    async with unharmed() as rig:
-        updater = rig.engine.updater
-        call = rig.inference.UpdateWeights()
-        if where == "begin":
-            updater.waits.clear()
-        await call.write(begin(NEW))
-        await until(lambda: "begin" in updater.events)
-        if where == "write":
-            await until(lambda: bool(updater.options))
-            updater.waits.clear()
-            await call.write(next(chunks(NEW)))
-        call.cancel()
-        await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
-        updater.waits.set()
+    updater = rig.engine.updater
+    call = rig.inference.UpdateWeights()
+    if where == "begin":
+        updater.waits.clear()
+    await call.write(begin(NEW))
+    await until(lambda: "begin" in updater.events)
+    if where == "write":
+        await until(lambda: bool(updater.options))
+        updater.waits.clear()
+        await call.write(next(chunks(NEW)))
+    call.cancel()
+    await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+    updater.waits.set()
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
 async def test_a_client_that_gives_up_while_requests_are_waited_for(how: str) -> None:
-    engine = fake(hold=True)
+    engine = updatable(hold=True)
     async with serving(engine) as rig:
         running = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(engine.seen) == 1)
@@ -309,14 +327,14 @@ async def test_a_client_that_gives_up_while_requests_are_waited_for(how: str) ->
         await until(waiting.cancelled)
         engine.release()
         assert (await running).outputs[0].text.endswith("z")
-        assert (engine.updater.serving, engine.weights.generation) == ({}, 1)
+        assert (engine.updater.serving, engine.weights.generation) == (bytes_of(OLD), 1)
 
 
 # -- time --
 
 
 async def test_an_upload_that_stalls_is_ended() -> None:
-    async with unharmed(bounds=Bounds(update_stall_limit_s=0.3)) as rig:
+    async with serving(updatable(), bounds=Bounds(update_stall_limit_s=0.3)) as rig, unchanged(rig):
         call = rig.inference.UpdateWeights()
         await call.write(begin(NEW))
         await call.write(next(chunks(NEW)))
@@ -327,7 +345,7 @@ async def test_an_upload_that_stalls_is_ended() -> None:
 
 async def test_the_limit_of_an_upload_is_not_that_of_other_messages() -> None:
     """A trainer may take its time between two chunks."""
-    async with serving(fake(), bounds=Bounds(receive_limit_s=0.2, update_stall_limit_s=0)) as rig:
+    async with serving(updatable(), bounds=Bounds(receive_limit_s=0.2, update_stall_limit_s=0)) as rig:
         call = rig.inference.UpdateWeights()
         await call.write(begin(NEW))
         await asyncio.sleep(0.6)
@@ -342,11 +360,11 @@ async def test_the_limit_of_an_upload_is_not_that_of_other_messages() -> None:
 
 async def test_updates_take_no_places_of_requests() -> None:
     bounds = Bounds(max_rpcs=1, max_update_rpcs=4)
-    async with serving(fake(hold=True), bounds=bounds) as rig:
+    async with serving(updatable(hold=True), bounds=bounds) as rig:
         uploads = [rig.inference.UpdateWeights() for _ in range(2)]
         for upload in uploads:
             await upload.write(begin(NEW, update_id=f"u{id(upload)}"))
-        await until(lambda: "begin" in rig.engine.updater.events)
+        await until(lambda: bool(rig.engine.updater.options))
         refused = await failure_of(push(rig, steps(NEW, update_id="third")))
         assert refused.reason in ("BUSY", "UPDATE_UNDER_WAY")
         running = asyncio.ensure_future(rig.inference.Generate(generate("a")))
@@ -359,10 +377,10 @@ async def test_updates_take_no_places_of_requests() -> None:
 
 
 async def test_too_many_updates_at_once() -> None:
-    async with serving(fake(), bounds=Bounds(max_update_rpcs=2)) as rig:
+    async with serving(updatable(), bounds=Bounds(max_update_rpcs=2)) as rig:
         upload = rig.inference.UpdateWeights()
         await upload.write(begin(NEW))
-        await until(lambda: "begin" in rig.engine.updater.events)
+        await until(lambda: bool(rig.engine.updater.options))
         failure = await failure_of(push(rig, steps(NEW)))
         assert failure.info.metadata["limit"] == "max_update_rpcs_per_address"
         upload.cancel()
@@ -376,7 +394,7 @@ async def refused_by_a_stop(rig: Rig, upload: Any) -> Failure:
 
 
 async def test_a_server_that_stops_refuses_the_upload_under_way() -> None:
-    engine = fake()
+    engine = updatable()
     async with serving(engine, grace_s=20.0) as rig:
         call = rig.inference.UpdateWeights()
         for step in steps(NEW):
@@ -385,11 +403,11 @@ async def test_a_server_that_stops_refuses_the_upload_under_way() -> None:
         failure = await refused_by_a_stop(rig, call)
         assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "DRAINING")
     assert engine.updater.events[-1] == "close"
-    assert (engine.updater.serving, engine.weights.generation) == ({}, 1)
+    assert (engine.updater.serving, engine.weights.generation) == (bytes_of(OLD), 1)
 
 
 async def test_a_server_that_stops_takes_back_an_update_that_waits() -> None:
-    engine = fake(hold=True)
+    engine = updatable(hold=True)
     async with serving(engine, grace_s=20.0) as rig:
         running = asyncio.ensure_future(rig.inference.Generate(generate("a")))
         await until(lambda: len(engine.seen) == 1)
@@ -400,11 +418,11 @@ async def test_a_server_that_stops_takes_back_an_update_that_waits() -> None:
         engine.release()
         assert (await running).outputs[0].text.endswith("z"), "within the grace"
         assert await stopping
-    assert (engine.updater.serving, engine.weights.generation) == ({}, 1)
+    assert (engine.updater.serving, engine.weights.generation) == (bytes_of(OLD), 1)
 
 
 async def test_before_the_engine_has_started() -> None:
-    async with serving(fake(), start=False) as rig:
+    async with serving(updatable(), start=False) as rig:
         rig.server.attach(rig.engine)
         reply = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
         assert reply.weights.generation == 1
@@ -414,7 +432,7 @@ async def test_before_the_engine_has_started() -> None:
 
 
 async def test_a_failed_update_in_place_is_seen_in_health_until_a_full_one_succeeds() -> None:
-    engine = fake(hold=True)
+    engine = updatable(hold=True)
     async with serving(engine) as rig:
         running = asyncio.ensure_future(failure_of(rig.inference.Generate(generate("a"))))
         await until(lambda: len(engine.seen) == 1)
@@ -424,7 +442,8 @@ async def test_a_failed_update_in_place_is_seen_in_health_until_a_full_one_succe
             "staging": weights_pb2.STAGING_MODE_IN_PLACE,
             "in_flight": weights_pb2.IN_FLIGHT_POLICY_KEEP,
         }
-        failure = await failure_of(push(rig, steps(NEW, **in_place)[:-2]))
+        messages = [*steps(NEW, **in_place)[:-1], commit(TOTAL + 1)]  # all leaves are replaced by then
+        failure = await failure_of(push(rig, messages))
         assert failure.reason == "INVALID_FIELD"
         assert (await running).reason == "WEIGHTS_INCOMPLETE"
         assert (await asyncio.wait_for(watch.read(), 20)).status == NOT_SERVING
@@ -433,7 +452,7 @@ async def test_a_failed_update_in_place_is_seen_in_health_until_a_full_one_succe
         partly = await failure_of(push(rig, steps(NEW, partial=True)))
         assert partly.reason == "WEIGHTS_INCOMPLETE", "it would not mend what is missing"
         assert await rig.health_of() == NOT_SERVING
-        await push(rig, steps(NEXT, update_id="full"))
+        await push(rig, steps(fake_tensors(9), update_id="full"))
         assert (await asyncio.wait_for(watch.read(), 20)).status == SERVING
         engine.release()
         assert (await rig.inference.Generate(generate("y"), timeout=20)).outputs[0].text == "z"

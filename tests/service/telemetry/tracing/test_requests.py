@@ -16,6 +16,7 @@ from penstock.service.telemetry.options import TraceLevel
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, until
+from tests.service.updatable import updatable
 from tests.service.weights_rig import fake_tensors, push, steps
 from tests.support.otlp import Recorder
 
@@ -93,7 +94,7 @@ async def test_spans_of_a_request(recorder, method):
 
 async def test_weight_updates_and_pauses_are_recorded_like_every_rpc(recorder):
     tensors = fake_tensors(1)
-    async with serving(fake(), tracing=recorder.tracing) as rig:
+    async with serving(updatable(), tracing=recorder.tracing) as rig:
         await push(rig, steps(tensors))
         await rig.control.Pause(control_pb2.PauseRequest())
         name = "penstock.v1.InferenceService/UpdateWeights"
