@@ -12,44 +12,43 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ship
 from penstock.runtime import errors
 from penstock.service.errors import DETAILS_KEY, PUSHBACK_KEY, Busy, to_status
 from penstock.v1 import control_pb2, inference_pb2
-from tests.service.rig import WAIT_S, failure_of, fake, generate, serving, stream, until
+from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, serving, stream, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_the_callers_own_id() -> None:
-    async with serving() as rig:
-        for call in (
-            rig.inference.Generate(generate("", request_id="mine")),
-            rig.inference.Stream(stream("", request_id="mine")).read(),
-            rig.inference.Generate(generate("a" * 1000, request_id="mine")),
-            rig.inference.Generate(generate("a", request_id="mine", adapter="x")),
-        ):
-            assert (await failure_of(call)).request_id == "mine"
+async def test_the_callers_own_id(rig: Rig) -> None:
+    for call in (
+        rig.inference.Generate(generate("", request_id="mine")),
+        rig.inference.Stream(stream("", request_id="mine")).read(),
+        rig.inference.Generate(generate("a" * 1000, request_id="mine")),
+        rig.inference.Generate(generate("a", request_id="mine", adapter="x")),
+    ):
+        assert (await failure_of(call)).request_id == "mine"
 
 
-async def test_a_field_of_tomorrow_hides_no_id() -> None:
+async def test_a_field_of_tomorrow_hides_no_id(rig: Rig) -> None:
     data = generate("a", request_id="mine").SerializeToString() + b"\xfa\x3f\x01x"
-    async with serving() as rig:
-        failure = await failure_of(rig.raw("InferenceService/Generate", data))
+    failure = await failure_of(rig.raw("InferenceService/Generate", data))
     assert (failure.reason, failure.request_id) == ("UNSUPPORTED_FEATURE", "mine")
 
 
-async def test_ids_made_by_the_server() -> None:
+async def test_ids_made_by_the_server(rig: Rig) -> None:
     """Also if there is no request yet, and for RPCs whose requests have no id."""
-    async with serving() as rig:
-        check: Any = rig.channel.unary_unary("/grpc.health.v1.Health/Check")
-        ids = [
-            (await failure_of(call)).request_id
-            for call in (
-                rig.inference.Generate(generate("")),
-                rig.inference.Stream(stream("")).read(),
-                rig.raw("InferenceService/Generate", b"\xff"),
-                rig.raw("ControlService/Nope", b""),
-                rig.control.Tokenize(control_pb2.TokenizeRequest()),
-                rig.inference.Abort(inference_pb2.AbortRequest()),
-                rig.control.CommitWeights(control_pb2.CommitWeightsRequest()),
-                check(b"\xff"),
-            )
-        ]
+    check: Any = rig.channel.unary_unary("/grpc.health.v1.Health/Check")
+    ids = [
+        (await failure_of(call)).request_id
+        for call in (
+            rig.inference.Generate(generate("")),
+            rig.inference.Stream(stream("")).read(),
+            rig.raw("InferenceService/Generate", b"\xff"),
+            rig.raw("ControlService/Nope", b""),
+            rig.control.Tokenize(control_pb2.TokenizeRequest()),
+            rig.inference.Abort(inference_pb2.AbortRequest()),
+            rig.control.CommitWeights(control_pb2.CommitWeightsRequest()),
+            check(b"\xff"),
+        )
+    ]
     assert len(set(ids)) == len(ids)
     assert all(len(request_id) == 32 for request_id in ids)
 
@@ -74,7 +73,7 @@ async def read_to_the_end(call: Any) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["x" * 100_000, "\U0001f600" * 100_000])
-def test_a_long_id_is_cut(request_id: str) -> None:
+async def test_a_long_id_is_cut(request_id: str) -> None:
     """The id itself is refused, and the error must arrive."""
     status = to_status(errors.InvalidRequest([errors.Violation("f" * 1000, "d" * 1000)] * 100), request_id)
     found = error_details_pb2.RequestInfo()

@@ -120,6 +120,26 @@ async def test_deadline(state, start, monkeypatch):
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+TEXTS = [inference_pb2.EmbedInput(text=text) for text in "abc"]
+CONTINUATIONS = [inference_pb2.Continuation(text=text) for text in "bcd"]
+READ = {
+    "Embed": inference_pb2.EmbedRequest(inputs=TEXTS),
+    "Score": inference_pb2.ScoreRequest(prompt="a", continuations=CONTINUATIONS),
+    "Rerank": inference_pb2.RerankRequest(query="a", documents=["b", "c"]),
+}
+"""Each has the engine read three prompts."""
+
+
+@pytest.mark.parametrize("name", READ)
+async def test_all_prompts_that_are_read_are_freed(name):
+    async with serving(fake(hold=True)) as rig:
+        call = getattr(rig.inference, name)(READ[name])
+        await until(lambda: len(rig.engine.seen) == 3)
+        call.cancel()
+        await until(lambda: not rig.engine.load().num_waiting)
+        assert len(rig.engine.cancelled) == 3
+
+
 def open_stream(channel) -> Any:
     return channel.unary_stream("/penstock.v1.InferenceService/Stream")
 

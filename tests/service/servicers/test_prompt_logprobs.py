@@ -12,6 +12,7 @@ import pytest
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, until
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 A, B, C = 97, 98, 99
 
 
@@ -42,16 +43,14 @@ async def test_prompt_logprobs(tokens_per_step):
         assert {request.prompt_logprobs for request in rig.engine.seen} == {0, 2}
 
 
-async def test_unasked_there_are_none():
-    async with serving() as rig:
-        reply = await rig.inference.Generate(generate("abc", output={"logprobs": 2}))
-        assert not reply.prompt.HasField("logprobs")
-        assert rig.engine.seen[0].prompt_logprobs is None
+async def test_unasked_there_are_none(rig):
+    reply = await rig.inference.Generate(generate("abc", output={"logprobs": 2}))
+    assert not reply.prompt.HasField("logprobs")
+    assert rig.engine.seen[0].prompt_logprobs is None
 
 
-async def test_a_prompt_of_one_token_has_only_the_undefined():
-    async with serving() as rig:
-        assert await prompts_of(rig, "a", output={"prompt_logprobs": 2}) == ([None], [[]])
+async def test_a_prompt_of_one_token_has_only_the_undefined(rig):
+    assert await prompts_of(rig, "a", output={"prompt_logprobs": 2}) == ([None], [[]])
 
 
 async def test_they_are_of_what_was_left_of_the_prompt():

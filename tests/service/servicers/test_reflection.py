@@ -14,8 +14,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_tools import protoc
 
 from penstock.service.servicers.reflection import ReflectionServicer, file_containing
-from tests.service.rig import Rig, serving
+from tests.service.rig import Rig
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 V1, ALPHA = "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"
 PROTOS = Path(__file__).parents[3] / "protos"
 METHOD = "penstock.v1.InferenceService.Generate"
@@ -56,15 +57,14 @@ def pool_of(found: dict[str, descriptor_pb2.FileDescriptorProto]) -> descriptor_
 
 
 @pytest.mark.parametrize("name", [V1, ALPHA])
-async def test_services_and_files_under_both_names(name: str) -> None:
-    async with serving() as rig:
-        listed, described, missing = await ask(
-            rig,
-            name,
-            {"list_services": ""},
-            {"file_containing_symbol": "penstock.v1.InferenceService"},
-            {"file_containing_symbol": "penstock.v1.Nope"},
-        )
+async def test_services_and_files_under_both_names(rig: Rig, name: str) -> None:
+    listed, described, missing = await ask(
+        rig,
+        name,
+        {"list_services": ""},
+        {"file_containing_symbol": "penstock.v1.InferenceService"},
+        {"file_containing_symbol": "penstock.v1.Nope"},
+    )
     services = {service.name for service in listed.list_services_response.service}
     assert services == {
         "penstock.v1.InferenceService", "penstock.v1.ControlService", "grpc.health.v1.Health", V1, ALPHA,
@@ -73,22 +73,18 @@ async def test_services_and_files_under_both_names(name: str) -> None:
     assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
-async def test_each_listed_service_can_be_described() -> None:
+async def test_each_listed_service_can_be_described(rig: Rig) -> None:
     """A tool can build the service from the answers alone."""
-    async with serving() as rig:
-        (listed,) = await ask(rig, V1, {"list_services": ""})
-        for service in listed.list_services_response.service:
-            (answer,) = await ask(rig, V1, {"file_containing_symbol": service.name})
-            methods = pool_of(files(answer)).FindServiceByName(service.name).methods
-            assert methods
-            assert all(m.input_type.full_name.rpartition(".")[0] in service.name for m in methods), (
-                service.name
-            )
+    (listed,) = await ask(rig, V1, {"list_services": ""})
+    for service in listed.list_services_response.service:
+        (answer,) = await ask(rig, V1, {"file_containing_symbol": service.name})
+        methods = pool_of(files(answer)).FindServiceByName(service.name).methods
+        assert methods
+        assert all(m.input_type.full_name.rpartition(".")[0] in service.name for m in methods), service.name
 
 
-async def test_v1_is_not_v1alpha_under_another_name() -> None:
-    async with serving() as rig:
-        (answer,) = await ask(rig, V1, {"file_containing_symbol": V1})
+async def test_v1_is_not_v1alpha_under_another_name(rig: Rig) -> None:
+    (answer,) = await ask(rig, V1, {"file_containing_symbol": V1})
     (file,) = files(answer).values()
     assert file.package == "grpc.reflection.v1"
     assert "v1alpha" not in str(file)
@@ -131,7 +127,7 @@ def symbols_of(file: descriptor_pb2.FileDescriptorProto) -> Iterator[str]:
     yield from (f"{file.package}.{one.name}" for one in file.extension)
 
 
-def test_every_symbol_of_the_contract_is_found(
+async def test_every_symbol_of_the_contract_is_found(
     compiled: list[descriptor_pb2.FileDescriptorProto],
 ) -> None:
     """Methods, fields, oneofs, values, nested messages: each in the file that declares it."""
@@ -156,20 +152,22 @@ def test_every_symbol_of_the_contract_is_found(
         ("penstock.v1.TENSOR_ERROR_REASON_SHAPE", "weights"),
     ],
 )
-async def test_a_method_field_or_value_is_answered_with_its_file(name: str, symbol: str, file: str) -> None:
-    async with serving() as rig:
-        (answer,) = await ask(rig, name, {"file_containing_symbol": symbol})
+async def test_a_method_field_or_value_is_answered_with_its_file(
+    rig: Rig, name: str, symbol: str, file: str
+) -> None:
+    (answer,) = await ask(rig, name, {"file_containing_symbol": symbol})
     assert next(iter(files(answer))) == f"penstock/v1/{file}.proto"
     assert pool_of(files(answer)).FindFileByName(f"penstock/v1/{file}.proto").package == "penstock.v1"
 
 
 @pytest.mark.parametrize("name", [V1, ALPHA])
-async def test_the_bytes_of_an_answer(name: str, compiled: list[descriptor_pb2.FileDescriptorProto]) -> None:
+async def test_the_bytes_of_an_answer(
+    rig: Rig, name: str, compiled: list[descriptor_pb2.FileDescriptorProto]
+) -> None:
     """The question and the answer as they are on the wire, written down without the code of any .proto."""
     question = bytes([1 << 3 | 2, 1]) + b"h" + bytes([4 << 3 | 2, len(METHOD)]) + METHOD.encode()
-    async with serving() as rig:
-        call: Any = rig.channel.stream_stream(f"/{name}/ServerReflectionInfo")
-        (answer,) = [message async for message in call(iter([question]), timeout=20)]
+    call: Any = rig.channel.stream_stream(f"/{name}/ServerReflectionInfo")
+    (answer,) = [message async for message in call(iter([question]), timeout=20)]
     head = bytes([1 << 3 | 2, 1]) + b"h" + bytes([2 << 3 | 2, len(question)]) + question  # host, the question
     assert answer.startswith(head + bytes([4 << 3 | 2]))  # then a field like FileDescriptorSet
     body = answer[len(head) + 1 :]
@@ -204,7 +202,7 @@ def pool_with_extensions() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-def test_extensions_are_found_by_name_and_by_number() -> None:
+async def test_extensions_are_found_by_name_and_by_number() -> None:
     servicer = ReflectionServicer([], pool_with_extensions())
 
     def answer(**question: Any) -> Any:
@@ -232,10 +230,9 @@ def test_extensions_are_found_by_name_and_by_number() -> None:
         assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
-async def test_the_comments_of_the_contract_come_with_it() -> None:
+async def test_the_comments_of_the_contract_come_with_it(rig: Rig) -> None:
     """Of messages, fields, RPCs and values, each at the place of what it is about."""
-    async with serving() as rig:
-        (answer,) = await ask(rig, V1, {"file_containing_symbol": "penstock.v1.ControlService.GetLoad"})
+    (answer,) = await ask(rig, V1, {"file_containing_symbol": "penstock.v1.ControlService.GetLoad"})
     sent = files(answer)
     paths = {
         ("penstock/v1/types.proto", "SamplingParams", "temperature"): "0 always takes the likeliest token",
@@ -255,11 +252,10 @@ async def test_the_comments_of_the_contract_come_with_it() -> None:
     assert not sent["google/protobuf/duration.proto"].HasField("source_code_info")
 
 
-async def test_an_error_does_not_end_the_stream() -> None:
-    async with serving() as rig:
-        nothing, missing, found = await ask(
-            rig, V1, {}, {"file_by_filename": "nope.proto"}, {"file_by_filename": "penstock/v1/types.proto"}
-        )
+async def test_an_error_does_not_end_the_stream(rig: Rig) -> None:
+    nothing, missing, found = await ask(
+        rig, V1, {}, {"file_by_filename": "nope.proto"}, {"file_by_filename": "penstock/v1/types.proto"}
+    )
     assert nothing.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
     assert missing.original_request.file_by_filename == "nope.proto"

@@ -23,6 +23,7 @@ from tests.service.rig import WAIT_S, Kept, Rig, failure_of, fake, generate, ser
 from tests.support.collector import at_gate
 from tests.support.models.toy import toy_engine
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = Duration(nanos=100_000_000)
 LONG = Duration(seconds=60)
 
@@ -137,22 +138,21 @@ async def test_the_load_is_that_of_get_load() -> None:
             call.cancel()
 
 
-async def test_the_interval_is_the_callers() -> None:
+async def test_the_interval_is_the_callers(rig: Rig) -> None:
     """Messages are never nearer to each other. The first one comes at once, whatever the interval."""
-    async with serving() as rig:
-        for interval in (SHORT, Duration(seconds=1, nanos=100_000_000)):
-            async with watching(rig, interval) as watch:
-                times = [(await watch.read()).at.ToNanoseconds() for _ in range(3)]
-            gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-            assert min(gaps) > 0.8 * interval.ToNanoseconds()
-        async with watching(rig, LONG) as watch:
-            await watch.read()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(watch.read(), 0.3)
+    for interval in (SHORT, Duration(seconds=1, nanos=100_000_000)):
+        async with watching(rig, interval) as watch:
+            times = [(await watch.read()).at.ToNanoseconds() for _ in range(3)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        assert min(gaps) > 0.8 * interval.ToNanoseconds()
+    async with watching(rig, LONG) as watch:
+        await watch.read()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(watch.read(), 0.3)
 
 
-async def test_without_an_interval_it_is_a_second() -> None:
-    async with serving() as rig, watching(rig, None) as watch:
+async def test_without_an_interval_it_is_a_second(rig: Rig) -> None:
+    async with watching(rig, None) as watch:
         first, second = [(await watch.read()).at.ToNanoseconds() for _ in range(2)]
         assert second - first > 0.8e9
 
@@ -278,8 +278,8 @@ async def test_where_control_has_an_address_requests_are_listed_there_only() -> 
         (Duration(seconds=1, nanos=-1), 0, ["interval"]),
     ],
 )
-async def test_bad_values(interval: Duration, max_requests: int, fields: list[str]) -> None:
-    async with serving() as rig, watching(rig, interval, max_requests=max_requests) as watch:
+async def test_bad_values(rig: Rig, interval: Duration, max_requests: int, fields: list[str]) -> None:
+    async with watching(rig, interval, max_requests=max_requests) as watch:
         failure = await failure_of(watch.read())
         assert failure.reason == "INVALID_FIELD"
         assert list(failure.violations) == fields

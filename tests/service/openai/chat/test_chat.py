@@ -279,22 +279,6 @@ async def test_token_ids() -> None:
     assert answer["choices"][0]["token_ids"] == [*b"ab", EOS]
 
 
-async def test_a_client_that_goes_away_frees_its_request() -> None:
-    async with front_rig(engine(hold=True)) as rig:
-        waiting = asyncio.create_task(post(rig))
-        await until(lambda: len(rig.engine.seen) == 1)
-        waiting.cancel()
-        await until(lambda: len(rig.engine.cancelled) == 1)
-
-
-async def test_a_client_that_leaves_a_stream_frees_its_request() -> None:
-    async with front_rig(engine(hold=True)) as rig:
-        stream = await rig.openai.chat.completions.create(model="fake", messages=HI, stream=True)
-        await until(lambda: len(rig.engine.seen) == 1)
-        await stream.close()
-        await until(lambda: len(rig.engine.cancelled) == 1)
-
-
 async def test_an_aborted_request_is_no_answer() -> None:
     async with front_rig(engine(hold=True)) as rig:
         waiting = asyncio.create_task(post(rig, request_id="1"))

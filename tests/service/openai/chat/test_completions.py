@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -111,17 +110,6 @@ async def test_an_error_of_one_prompt_is_the_answer_and_frees_the_others() -> No
             assert reply.status_code == 400
             assert reply.json()["error"]["code"] == "context_length_exceeded"
             await until(lambda: rig.engine.load().num_running == 0)
-
-
-async def test_a_client_that_goes_away_frees_all_prompts() -> None:
-    async with front_rig(engine(hold=True)) as rig:
-        for stream in False, True:
-            rig.engine.seen.clear()
-            rig.engine.cancelled.clear()
-            waiting = asyncio.create_task(post(rig, prompt=["hi", "ho"], stream=stream))
-            await until(lambda: len(rig.engine.seen) == 2)
-            waiting.cancel()
-            await until(lambda: len(rig.engine.cancelled) == 2)
 
 
 async def test_token_ids() -> None:

@@ -243,16 +243,3 @@ async def test_an_aborted_request_is_no_answer() -> None:
         engine.abort(all_requests=True)
         with pytest.raises(openai.InternalServerError, match="aborted"):
             await whole
-
-
-async def test_a_client_that_leaves_frees_its_request() -> None:
-    engine = scripted({"u:hi|a:": "Hello, you."}, hold=True)
-    async with front_rig(engine) as rig, asyncio.timeout(3 * WAIT_S):
-        stream = await rig.openai.responses.create(model="fake", input="hi", stream=True)
-        engine.step(2)
-        async for event in stream:
-            if event.type == "response.output_text.delta":
-                break
-        await stream.close()
-        await until(lambda: engine.load().num_running == 0)
-        assert [seen.request_id for seen in engine.seen] == engine.cancelled

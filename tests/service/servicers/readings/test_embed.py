@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.prompting.prompts import most_cut_chars
@@ -21,7 +22,15 @@ from penstock.service.servicers import inference
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import failure_of, fake, generate, ids, serving, until
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAIT_S = 20
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server_of_file():
+    """Serve those tests that change nothing."""
+    async with serving(fake(max_queued_requests=8)) as rig:
+        yield rig
 
 
 def embed(*texts: str, **fields: Any) -> inference_pb2.EmbedRequest:
@@ -38,36 +47,34 @@ def unit(*values: float) -> Any:
     return pytest.approx([value / length for value in values], rel=1e-6)
 
 
-async def test_one_vector_for_each_input_in_their_order():
-    async with serving() as rig:
-        reply = await rig.inference.Embed(embed("ab", "abc", normalize=False))
-        assert vectors(reply) == [[2, 97 + 98, 98, 1], [3, 97 + 98 + 99, 99, 1]]
-        assert [one.token_count for one in reply.embeddings] == [2, 3]
-        assert [one.weights.generation for one in reply.embeddings] == [1, 1]
-        assert (reply.model, len(reply.request_id)) == ("fake", 32)
-        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 0)
-        assert reply.timing.HasField("total")
-        by_ids = inference_pb2.EmbedRequest(
-            inputs=[inference_pb2.EmbedInput(token_ids=types_pb2.TokenIds(ids=ids("ab")))], normalize=False
-        )
-        assert vectors(await rig.inference.Embed(by_ids)) == vectors(reply)[:1]
+async def test_one_vector_for_each_input_in_their_order(rig):
+    reply = await rig.inference.Embed(embed("ab", "abc", normalize=False))
+    assert vectors(reply) == [[2, 97 + 98, 98, 1], [3, 97 + 98 + 99, 99, 1]]
+    assert [one.token_count for one in reply.embeddings] == [2, 3]
+    assert [one.weights.generation for one in reply.embeddings] == [1, 1]
+    assert (reply.model, len(reply.request_id)) == ("fake", 32)
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 0)
+    assert reply.timing.HasField("total")
+    by_ids = inference_pb2.EmbedRequest(
+        inputs=[inference_pb2.EmbedInput(token_ids=types_pb2.TokenIds(ids=ids("ab")))], normalize=False
+    )
+    assert vectors(await rig.inference.Embed(by_ids)) == vectors(reply)[:1]
 
 
-async def test_pooling_dimensions_and_length():
-    async with serving() as rig:
-        mean = await rig.inference.Embed(embed("ab", pooling=types_pb2.POOLING_MEAN, normalize=False))
-        assert vectors(mean) == [[1.5, (97 + 195) / 2, 97.5, 1]]
-        assert vectors(await rig.inference.Embed(embed("ab"))) == [unit(2, 195, 98, 1)]
-        # What is cut off does not count in the length, as models of this kind were trained.
-        assert vectors(await rig.inference.Embed(embed("ab", dimensions=2))) == [unit(2, 195)]
-        whole = await rig.inference.Embed(embed("ab", dimensions=4, normalize=False))
-        assert vectors(whole) == [[2, 195, 98, 1]]
-        asked = [request.reading for request in rig.engine.seen]
-        assert asked[:2] == [PromptReading(pooling=Pooling.MEAN), PromptReading(pooling=Pooling.LAST_TOKEN)]
-        others = {types_pb2.POOLING_FIRST_TOKEN: [1, 98, 98, 1], types_pb2.POOLING_MAX: [2, 195, 98, 1]}
-        for pooling, expected in others.items():
-            reply = await rig.inference.Embed(embed("ba", pooling=pooling, normalize=False))
-            assert vectors(reply) == [expected]
+async def test_pooling_dimensions_and_length(rig):
+    mean = await rig.inference.Embed(embed("ab", pooling=types_pb2.POOLING_MEAN, normalize=False))
+    assert vectors(mean) == [[1.5, (97 + 195) / 2, 97.5, 1]]
+    assert vectors(await rig.inference.Embed(embed("ab"))) == [unit(2, 195, 98, 1)]
+    # What is cut off does not count in the length, as models of this kind were trained.
+    assert vectors(await rig.inference.Embed(embed("ab", dimensions=2))) == [unit(2, 195)]
+    whole = await rig.inference.Embed(embed("ab", dimensions=4, normalize=False))
+    assert vectors(whole) == [[2, 195, 98, 1]]
+    asked = [request.reading for request in rig.engine.seen]
+    assert asked[:2] == [PromptReading(pooling=Pooling.MEAN), PromptReading(pooling=Pooling.LAST_TOKEN)]
+    others = {types_pb2.POOLING_FIRST_TOKEN: [1, 98, 98, 1], types_pb2.POOLING_MAX: [2, 195, 98, 1]}
+    for pooling, expected in others.items():
+        reply = await rig.inference.Embed(embed("ba", pooling=pooling, normalize=False))
+        assert vectors(reply) == [expected]
 
 
 async def test_what_the_model_is_made_for_is_the_default():
@@ -156,22 +163,20 @@ async def test_other_tasks_have_turns_while_many_inputs_are_tokenized(monkeypatc
         (embed(*["a"] * 9), "inputs"),
     ],
 )
-async def test_what_is_wrong_is_named(request_, field):
-    async with serving(fake(max_queued_requests=8)) as rig:
-        failure = await failure_of(rig.inference.Embed(request_))
-        assert (failure.reason, set(failure.violations)) == ("INVALID_FIELD", {field})
-        assert rig.engine.seen == []
+async def test_what_is_wrong_is_named(rig, request_, field):
+    failure = await failure_of(rig.inference.Embed(request_))
+    assert (failure.reason, set(failure.violations)) == ("INVALID_FIELD", {field})
+    assert rig.engine.seen == []
 
 
-async def test_what_this_server_does_not_have_is_refused():
-    async with serving() as rig:
-        failure = await failure_of(rig.inference.Embed(embed("a", priority=1)))
-        assert failure.reason == "UNSUPPORTED_FEATURE"
-        failure = await failure_of(rig.inference.Embed(embed("a", model="other")))
-        assert failure.reason == "UNKNOWN_MODEL"
-        old = types_pb2.WeightsVersion(generation=7)
-        failure = await failure_of(rig.inference.Embed(embed("a", min_weights=old)))
-        assert failure.reason == "WEIGHTS_TOO_OLD"
+async def test_what_this_server_does_not_have_is_refused(rig):
+    failure = await failure_of(rig.inference.Embed(embed("a", priority=1)))
+    assert failure.reason == "UNSUPPORTED_FEATURE"
+    failure = await failure_of(rig.inference.Embed(embed("a", model="other")))
+    assert failure.reason == "UNKNOWN_MODEL"
+    old = types_pb2.WeightsVersion(generation=7)
+    failure = await failure_of(rig.inference.Embed(embed("a", min_weights=old)))
+    assert failure.reason == "WEIGHTS_TOO_OLD"
 
 
 async def test_a_reply_that_is_too_large_is_refused_before_it_is_computed():
@@ -205,15 +210,6 @@ async def test_an_abort_ends_all_and_tells_so():
         failure = await asyncio.wait_for(call, WAIT_S)
         assert (failure.reason, "enough" in failure.message) == ("REQUEST_ABORTED", True)
         assert not rig.engine.load().num_waiting
-
-
-async def test_a_client_that_goes_away_frees_all():
-    async with serving(fake(hold=True)) as rig:
-        call = rig.inference.Embed(embed("a", "b", "c"))
-        await until(lambda: len(rig.engine.seen) == 3)
-        call.cancel()
-        await until(lambda: not rig.engine.load().num_waiting)
-        assert len(rig.engine.cancelled) == 3
 
 
 async def test_inputs_take_places_in_the_queue_like_outputs():
