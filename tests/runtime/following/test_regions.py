@@ -11,13 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.following import regions
-from penstock.runtime.following.regions import PartsOfTensor, Region, regions_of, values_in
+from penstock.runtime.following.regions import KeptRegions, PartsOfTensor, Region, regions_of, values_in
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.own_rules import own_rules, own_shapes
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.cutting import cut
-from penstock.runtime.models.load_rules import LoadRule, Source, Target, put_zeros
+from penstock.runtime.models.load_rules import (
+    Cut,
+    LoadRule,
+    LoadRules,
+    Source,
+    Span,
+    Target,
+    put_zeros,
+)
 from penstock.runtime.models.params import leaf_shapes, load_rules
 from penstock.runtime.sent_tensors import SentTensor
 from tests.runtime.following.test_own_rules import filled
@@ -78,6 +86,37 @@ def test_a_large_region_is_cut(shape: list[int], most: int) -> None:
     parts = [values_in(region, values) for region in cut_up]
     assert all(part.size <= most for part in parts)
     assert sorted(np.concatenate([part.reshape(-1) for part in parts])) == list(range(values.size))
+
+
+def halved(*names: str, rows: int) -> LoadRules:
+    """Make the rules of weights [rows, 4] with these names, whose rows are cut over two devices."""
+    rules = [
+        rule(Source(name, (rows, 4)), rows // 2, cut=Cut(along="rows", spans=(Span(2, rows // 2),)))
+        for name in names
+    ]
+    return LoadRules(rules=tuple(rules)).on_devices(2)
+
+
+def test_regions_are_kept_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second device needs the second half of the rows. What was found is found anew only for a tensor of
+    another size or dtype, and by other rules.
+    """
+    asked: list[list[str]] = []
+
+    def counted(rules: Any, sent: Any) -> Any:
+        asked.append([each.name for each in sent])
+        return regions_of(rules, sent)
+
+    monkeypatch.setattr(regions, "regions_of", counted)
+    kept, rules, half = KeptRegions(range(1, 2), 2), halved("v", "w", rows=8), (range(4, 8), range(4))
+    v, w = (SentTensor(name, "F32", (8, 4)) for name in "vw")
+    assert kept.of(rules, [w]) == {"w": (half,)}
+    assert kept.of(rules, [v, w]) == {"v": (half,), "w": (half,)}
+    assert kept.of(rules, [w, v]) == {"v": (half,), "w": (half,)}
+    assert asked == [["w"], ["v"]]
+    assert kept.of(rules, [SentTensor("w", "BF16", (8, 4))]) == {"w": (half,)}
+    assert asked == [["w"], ["v"], ["w"]]
+    assert kept.of(halved("w", rows=4), [w]) == {"w": ((range(2, 4), range(4)),)}
 
 
 def test_more_or_fewer_bytes_than_a_region_has_are_refused() -> None:

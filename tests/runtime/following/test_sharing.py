@@ -11,7 +11,7 @@ import pytest
 
 from penstock.runtime.errors import WeightsError
 from penstock.runtime.following.interface import Call, Kind, Piece, Prepared, UpdateBegin, UpdateEnd
-from penstock.runtime.following.regions import REGION_BYTES
+from penstock.runtime.following.regions import REGION_BYTES, KeptRegions
 from penstock.runtime.following.sharing import SharedUpdate
 from penstock.runtime.models.load_rules import Cut, LoadRule, LoadRules, Source, Span, Target
 from penstock.runtime.sent_tensors import SentTensor
@@ -76,7 +76,9 @@ def made(log: Any, uri: str = "", devices: Sequence[range] = THREE) -> SharedUpd
     def ready() -> None:
         log.told.append("ready")
 
-    return SharedUpdate(log, devices, Staging.HOST, [SENT], uri, ready, rules_of(devices[-1].stop))
+    count = devices[-1].stop
+    kept = {process: KeptRegions(own, count) for process, own in enumerate(devices) if process}
+    return SharedUpdate(log, kept, Staging.HOST, [SENT], uri, ready, rules_of(count))
 
 
 def shared(log: Any, uri: str = "", devices: Sequence[range] = THREE) -> SharedUpdate:

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.runtime.loading.dtypes import DTYPES
+from penstock.runtime.loading.own_rules import own_rules
 from penstock.runtime.machine import host_memory
-from penstock.runtime.models.load_rules import LoadRule, Source, put_zeros
+from penstock.runtime.models.load_rules import LoadRule, LoadRules, Source, put_zeros
 from penstock.runtime.sent_tensors import SentTensor
 
 REGION_BYTES = 1 << 20
@@ -26,6 +27,31 @@ Region: TypeAlias = tuple[range, ...]
 """Consecutive entries of a tensor along each of its axes."""
 Regions: TypeAlias = Mapping[str, Sequence[Region]]
 """Those of each tensor, by its name; () for a tensor of which nothing is needed."""
+
+
+class KeptRegions:
+    """The regions that the devices of one process need. They are kept for each tensor, because all updates of
+    a trainer have the same tensors, and to find the regions of a large mixture takes a second.
+    """
+
+    def __init__(self, own: range, devices: int) -> None:
+        """`own`: the numbers of the process's devices among all `devices`."""
+        self._own, self._devices = own, devices
+        self._rules: LoadRules | None = None
+        """Those by which the kept regions were found."""
+        self._found: dict[SentTensor, Sequence[Region]] = {}
+
+    def of(self, rules: LoadRules, sent: Sequence[SentTensor]) -> Regions:
+        """Return the regions of these tensors, which have no checksums. `rules`: what is made of tensors, on
+        all devices.
+        """
+        if rules is not self._rules:  # of tensors whose names begin otherwise
+            self._rules, self._found = rules, {}
+        new = [each for each in sent if each not in self._found]
+        if new:
+            found = regions_of(own_rules(rules, self._own, self._devices).rules, new)
+            self._found.update((each, found[each.name]) for each in new)
+        return {each.name: self._found[each] for each in sent}
 
 
 def regions_of(rules: Iterable[LoadRule], sent: Sequence[SentTensor]) -> Regions:

@@ -36,9 +36,9 @@ from penstock.runtime.following.interface import (
     UpdateOver,
     UpdateRecord,
 )
-from penstock.runtime.following.regions import PartsOfTensor, Regions, regions_of, values_in
+from penstock.runtime.following.regions import KeptRegions, PartsOfTensor, Regions, values_in
 from penstock.runtime.loading.dtypes import DTYPES, name_of, num_bytes
-from penstock.runtime.loading.own_rules import devices_of, own_devices, own_rules
+from penstock.runtime.loading.own_rules import devices_of, own_devices
 from penstock.runtime.machine.background import BackgroundThread
 from penstock.runtime.models.load_rules import LoadRules, RulesFor
 from penstock.runtime.sent_tensors import SentTensor
@@ -62,16 +62,14 @@ class SharedUpdate:
     def __init__(
         self,
         log: DispatchLog,
-        devices: Sequence[range],
+        kept: Mapping[int, KeptRegions],
         staging: Staging,
         tensors: Sequence[SentTensor],
         uri: str,
         ready: Callable[[], None],
         rules: LoadRules,
     ) -> None:
-        """devices: the numbers of each process's devices, beginning with the leader's. The others: see
-        `Share`.
-        """
+        """`kept`: the regions that each follower needs, by its number. The others: see `Share`."""
         self._log, self._ready = log, ready
         self._number = log.open_update()
         # Checksums are looked at by the leader alone.
@@ -79,9 +77,8 @@ class SharedUpdate:
         self._indices = {name: index for index, name in enumerate(self._sent)}
         self._begin = UpdateBegin(self._number, tuple(self._sent.values()), staging, uri)
         self._regions = {
-            process: {} if uri else regions_of(own_rules(rules, own, devices[-1].stop).rules, tensors)
-            for process, own in enumerate(devices)
-            if process
+            process: {} if uri else regions.of(rules, self._begin.tensors)
+            for process, regions in kept.items()
         }
         self._hashes: dict[int, dict[str, bytes]] = {process: {} for process in self._regions}
         """Of what each follower gets of each tensor."""
@@ -151,7 +148,8 @@ class SharedUpdate:
 def sharing(log: DispatchLog, mesh: Mesh) -> Share:
     """Say that the followers make an update, too, of a model on this mesh."""
     processes = 1 + max(device.process_index for device in mesh.devices.flat)
-    return partial(SharedUpdate, log, [devices_of(mesh, process) for process in range(processes)])
+    kept = {number: KeptRegions(devices_of(mesh, number), mesh.size) for number in range(1, processes)}
+    return partial(SharedUpdate, log, kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +172,15 @@ class FollowedUpdates:
 
     def __init__(self, model: FollowedModel, report: Callable[[Taken | Prepared], None]) -> None:
         self._model, self._report = model, report
+        mesh = model.backend.mesh
+        self._kept = KeptRegions(own_devices(mesh), mesh.size)
         self._updates: dict[int, _FollowedUpdate] = {}
         self._thread = BackgroundThread("penstock-update")
 
     def take(self, record: UpdateRecord) -> None:
         """Take what the leader tells. ValueError for an update that it has not begun."""
         if isinstance(record, UpdateBegin):
-            self._updates[record.number] = _FollowedUpdate(record, self._model)
+            self._updates[record.number] = _FollowedUpdate(record, self._model, self._kept)
         update = self._of(record.number)
         if isinstance(record, UpdateOver):
             del self._updates[record.number]
@@ -207,8 +207,9 @@ class FollowedUpdates:
 class _FollowedUpdate:
     """One update. All but `install` is done on the updates' thread."""
 
-    def __init__(self, begin: UpdateBegin, model: FollowedModel) -> None:
-        self._begin, self._model = begin, model
+    def __init__(self, begin: UpdateBegin, model: FollowedModel, kept: KeptRegions) -> None:
+        """`kept`: the regions that this process needs."""
+        self._begin, self._model, self._kept = begin, model, kept
         self.is_over = threading.Event()
         """Set as soon as the leader is known to have ended it."""
         self._is_prepared = self._has_failed = False
@@ -273,9 +274,7 @@ class _FollowedUpdate:
         if begin.uri:
             self._read(names, rules.folders)
         else:
-            mesh = model.backend.mesh
-            own = own_rules(rules, own_devices(mesh), mesh.size)
-            self._regions = regions_of(own.rules, begin.tensors)
+            self._regions = self._kept.of(rules, begin.tensors)
 
     def _read(self, names: set[str], folders: Sequence[str]) -> None:
         """Read all tensors from the files."""
