@@ -1,10 +1,14 @@
-"""Drives `penstock serve` in its own process through the asyncio client, to measure what users of a server
-get.
+"""Drives `penstock serve` through the asyncio client, to measure what users of a server get.
+
+The server is one process or, with the option `processes`, a group of several on this machine, each of which
+has its share of the processors.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -22,24 +26,64 @@ _READY = "penstock: ready on "
 _STOP_S = 30.0
 
 
+def free_port() -> int:
+    """Find a port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def server_flags(options: Mapping[str, Any]) -> list[list[str]]:
+    """Return the flags of `penstock serve` for each process of the server, beginning with the one that takes
+    requests. There is one, unless the options have `processes`.
+    """
+    shared, processes = serve_arguments(options), options.get("processes", 1)
+    if processes == 1:
+        return [["--port", "0", *shared]]
+    shared += ["--port", str(free_port()), "--coordinator", f"127.0.0.1:{free_port()}"]
+    return [[*shared, "--process-id", str(number)] for number in range(processes)]
+
+
+def shares_of(processors: Sequence[int], processes: int) -> list[list[int]]:
+    """Deal the processors to so many processes. Raises ValueError if there are fewer."""
+    if len(processors) < processes:
+        raise ValueError(f"processes: there are {len(processors)} processors for {processes}")
+    return [list(processors[number::processes]) for number in range(processes)]
+
+
 class OverGrpc:
     """A running server, and a client's connection to it."""
 
     def __init__(self, checkpoint: str, options: Mapping[str, Any], log: Path) -> None:
-        """Start the server and wait for it; its log goes to `log`. Raises RuntimeError if it does not come
-        up.
+        """Start the server and wait for it; its log goes to `log`, and that of further processes beside it.
+        Raises RuntimeError if it does not come up, and ValueError if there are fewer processors than
+        processes.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "penstock.cli", "serve", checkpoint, "--port", "0"]
+        flags = server_flags(options)
+        shares = shares_of(sorted(os.sched_getaffinity(0)), len(flags)) if len(flags) > 1 else []
         began = time.perf_counter()
-        with log.open("w") as errors:
-            self._server = subprocess.Popen(
-                [*command, *serve_arguments(options)], stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-        assert self._server.stdout is not None
-        line = next((line for line in self._server.stdout if line.startswith(_READY)), None)
+        self._processes: list[subprocess.Popen[str]] = []
+        """Of the server, first the one that takes requests."""
+        for number, own in enumerate(flags):
+            with log.with_suffix(f".{number}{log.suffix}" if number else log.suffix).open("w") as errors:
+                server = subprocess.Popen(
+                    [sys.executable, "-m", "penstock.cli", "serve", checkpoint, *own],
+                    stdout=errors if number else subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            if shares:
+                os.sched_setaffinity(server.pid, shares[number])
+            self._processes.append(server)
+        leader = self._processes[0]
+        assert leader.stdout is not None
+        line = next((line for line in leader.stdout if line.startswith(_READY)), None)
         if line is None:
-            raise RuntimeError(f"the server ended with {self._server.wait()}; see {log}")
+            code = leader.wait()
+            self._end()
+            raise RuntimeError(f"the server ended with {code}; see {log}")
         self.startup = {"ready_s": round(time.perf_counter() - began, 2)}
         self._proposed_tokens = self._accepted_tokens = 0
         self._runner = asyncio.Runner()
@@ -55,16 +99,21 @@ class OverGrpc:
     def about_repeat(self) -> Mapping[str, Any]:
         counts = {"proposed_tokens": self._proposed_tokens, "accepted_tokens": self._accepted_tokens}
         self._proposed_tokens = self._accepted_tokens = 0
-        return {"peak_rss_bytes": peak_rss_bytes(self._server.pid), **counts}
+        peak_bytes = sum(peak_rss_bytes(process.pid) for process in self._processes)
+        return {"peak_rss_bytes": peak_bytes, **counts}
 
     def close(self) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
-        self._server.terminate()
-        try:
-            self._server.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
+        self._end()
+
+    def _end(self) -> None:
+        self._processes[0].terminate()  # which tells the others
+        for process in self._processes:
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 async def _connect(address: str) -> AsyncClient:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from typing import Any
 import grpc
 from safetensors.numpy import load_file, save_file
 
+from bench.drivers.over_grpc import free_port
 from penstock.client import Client, PenstockClientError, UnavailableError
 from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -51,14 +51,6 @@ OPTIONS = (
 MAX_TOKENS = 120
 READY, MET = "penstock: ready", "processes of the group are there"
 """What a leader prints when it takes requests, and when all processes are there."""
-
-
-def free_port() -> int:
-    """Find a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Group:
