@@ -119,7 +119,8 @@ def _join(options: GroupOptions) -> None:
             # By default it would listen on all addresses of the machine, and it has no keys.
             coordinator_bind_address=options.coordinator,
             initialization_timeout=_MEETING_S,
-            # JAX ends a process without a word if another is lost. The group has ended before that.
+            # JAX ends a process without a word if another is lost. The group has ended before that. But
+            # where the leader is killed JAX notices at once, and aborts: `initialize` takes no callback.
             heartbeat_timeout_seconds=math.ceil(2 * options.group_timeout_s) + 10,
         )
     except (RuntimeError, ValueError) as error:
