@@ -28,6 +28,7 @@ from penstock.runtime.config import EngineConfig
 from tests.front_processes import FRONT_PROCESSES
 from tests.support.suite import drawing, quick_xla
 from tests.support.suite.costs import Costs
+from tests.support.suite.disk import FixtureFolders
 
 PLATFORM = os.environ.get("PENSTOCK_TEST_PLATFORM", "cpu")
 USERS_XLA = os.environ.get("PENSTOCK_TEST_XLA", "quick") == "users"
@@ -102,6 +103,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs())
+    config.pluginmanager.register(FixtureFolders())
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.toolchains import ROOT, go_program, require
+from tests.support.toolchains import ROOT, alone_in, go_program, kept_folder, require
 
 LIMIT_S = 280
 
@@ -76,21 +73,28 @@ def _java() -> list[str]:
     meanwhile.
     """
     require("java", "mvn")
-    root = Path(tempfile.mkdtemp(prefix="penstock-java-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    shutil.copytree(ROOT / "protos", root / "protos", ignore=shutil.ignore_patterns("*.py*", "__pycache__"))
-    module = root / "clients" / "java"
-    shutil.copytree(ROOT / "clients" / "java", module, ignore=shutil.ignore_patterns("target"))
-    done = subprocess.run(
-        ["mvn", "--batch-mode", "--quiet", "-DskipTests", "process-test-classes"],
-        cwd=module,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"Maven failed:\n{done.stdout}\n{done.stderr}"
+    tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output([*tracked, "protos/*.proto", "clients/java"], cwd=ROOT, text=True)
+    files = listed.splitlines()
+    sources = {file: (ROOT / file).read_bytes() for file in sorted(files) if (ROOT / file).is_file()}
+    root = kept_folder("java", repr(sources).encode())
+    module, complete = root / "clients" / "java", root / "complete"
+    with alone_in(root):
+        if not complete.exists():
+            for file, content in sources.items():
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                (root / file).write_bytes(content)
+            done = subprocess.run(
+                ["mvn", "--batch-mode", "--quiet", "-DskipTests", "process-test-classes"],
+                cwd=module,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+            assert done.returncode == 0, f"Maven failed:\n{done.stdout}\n{done.stderr}"
+            complete.touch()
     target = module / "target"
     parts = [str(target / "classes"), str(target / "test-classes"), (target / "classpath.txt").read_text()]
     return ["java", "-cp", os.pathsep.join(parts), "penstock.conformance.Main"]

@@ -6,13 +6,11 @@ skipped, or fails where toolchains are required (see `tests.support.toolchains`)
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from tests.support.toolchains import alone_in, refuse
+from tests.support.toolchains import alone_in, kept_folder, refuse
 
 INSTALL_S = 600
 UV = Path(sys.executable).with_name("uv")
@@ -23,8 +21,7 @@ def environment(*packages: str) -> Path:
     """Return the folder of a virtual environment that has exactly these packages, such as "smg==1.13.0", and
     what they need.
     """
-    name = hashlib.sha256(" ".join([sys.version, *packages]).encode()).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"penstock-tests-env-{name}"
+    folder = kept_folder("env", " ".join([sys.version, *packages]).encode())
     complete = folder / "complete"
     with alone_in(folder):
         if not complete.exists():

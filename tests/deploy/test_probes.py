@@ -52,7 +52,14 @@ def in_folder(arguments: list[str], folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def pod() -> Iterator[Pod]:
-    folder = Path(tempfile.mkdtemp(prefix="pod"))  # the path of a Unix socket may have 107 characters
+    with tempfile.TemporaryDirectory(prefix="pod") as name:  # a Unix socket's path may have 107 characters
+        yield from pod_in(Path(name))
+
+
+def pod_in(folder: Path) -> Iterator[Pod]:
+    """Yield a server that is started as the manifests of the variant `complete` say, with its files in this
+    folder.
+    """
     (folder / "tls").mkdir()
     (folder / "keys").mkdir()
     shutil.copy(CERTS / "server.pem", folder / "tls" / "tls.crt")
@@ -63,7 +70,6 @@ def pod() -> Iterator[Pod]:
     flags = [flag for flag in flags if not flag.startswith(ONLY_IN_A_POD)]
     with served_demo(*in_folder(flags, folder), "--drain-delay", "0") as address:
         yield Pod(address, made.stdout.strip(), folder)
-    shutil.rmtree(folder)
 
 
 def test_the_commands_of_the_probes_find_the_server_well(pod: Pod) -> None:

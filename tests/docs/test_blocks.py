@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -141,10 +140,9 @@ def calls_grpcurl(found: list[Block]) -> bool:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Yield a working folder with a short name: the path of a Unix socket may have 107 characters."""
-    found = Path(tempfile.mkdtemp(prefix="docs"))
-    yield found
-    programs.stop_server(found)
-    shutil.rmtree(found)
+    with tempfile.TemporaryDirectory(prefix="docs") as name:
+        yield Path(name)
+        programs.stop_server(Path(name))
 
 
 def install_programs(folder: Path, real_grpcurl: bool) -> None:

@@ -13,11 +13,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from tests.support.suite.disk import remove_unused
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools" / "go"
@@ -34,6 +36,8 @@ TO_INSTALL = {
     "npm": "install npm, which comes with Node.js (https://nodejs.org)",
 }
 BUILD_S = 900
+VERSIONS = "penstock-tests-*-*"
+"""The folders of `kept_folder`, of all versions."""
 
 
 def require(*names: str) -> None:
@@ -57,18 +61,28 @@ def refuse(why: str) -> NoReturn:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Make a folder, which outlasts a run of the tests, if it is missing. Of all processes of tests that name
-    it one runs the block, and the others wait.
+    it one runs the block, and the others wait. Such folders of other versions go when they have been unused
+    for long.
 
     The lock is on the folder itself, so that a user who may not write to it can use what another has put
     there.
     """
     folder.mkdir(exist_ok=True)
+    with suppress(PermissionError):
+        os.utime(folder)  # it is used now
+    remove_unused(folder.parent.glob(VERSIONS))
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)
+
+
+def kept_folder(kind: str, made_of: bytes) -> Path:
+    """Return the path of the folder that keeps for later runs what is made of exactly this."""
+    digest = hashlib.sha256(made_of).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"penstock-tests-{kind}-{digest}"
 
 
 def go_program(name: str) -> Path:
@@ -79,7 +93,7 @@ def go_program(name: str) -> Path:
     toolchains are required.
     """
     require("go")
-    folder = Path(tempfile.gettempdir()) / f"penstock-tests-go-{_pins()}"
+    folder = kept_folder("go", b"".join((TOOLS / file).read_bytes() for file in ("go.mod", "go.sum")))
     program = folder / name
     with alone_in(folder):
         if not program.exists():
@@ -96,9 +110,3 @@ def go_program(name: str) -> Path:
                 refuse(f"{name} could not be built with Go:\n{done.stderr}")
             half.rename(program)
     return program
-
-
-def _pins() -> str:
-    """Make a name for what go.mod and go.sum pin."""
-    pinned = b"".join((TOOLS / file).read_bytes() for file in ("go.mod", "go.sum"))
-    return hashlib.sha256(pinned).hexdigest()[:12]

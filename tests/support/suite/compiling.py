@@ -6,6 +6,7 @@ the same engine at the same time. Both would find nothing, and each would compil
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -21,7 +22,8 @@ from jax._src.lru_cache import LRUCache
 
 from penstock.runtime import building
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, Buckets
-from tests.support.suite import quick_xla
+from tests.support.models.compilation_cache import TEST_CACHE
+from tests.support.suite import disk, quick_xla
 
 LOCKS = Path(tempfile.gettempdir()) / "penstock-tests-locks"
 MOST_WAIT_S = 120.0
@@ -36,18 +38,33 @@ def compile_less() -> None:
     mock.patch.object(building, "TOKEN_GROWTH", NATIVE_TOKEN_GROWTH).start()
     _make_fewer_buckets()
     LOCKS.mkdir(exist_ok=True)
+    disk.remove_unused(LOCKS.iterdir())  # of processes that were killed
+    disk.keep_newest(TEST_CACHE)
     held: dict[str, int] = {}
-    get = LRUCache.get
+
+    look_up = LRUCache.get
+
+    def get(cache: Any, key: str) -> bytes | None:
+        """Return the program, and note that it was used, so that `keep_newest` keeps it."""
+        found: bytes | None = look_up(cache, key)
+        if found is not None:
+            with contextlib.suppress(OSError):  # it may be another user's
+                os.utime(cache.path / f"{key}-cache")
+        return found
+
+    def release(key: str) -> None:
+        """Give up the lock. Whoever has waited for it, and whoever makes it anew, finds the program."""
+        (LOCKS / key).unlink(missing_ok=True)
+        os.close(held.pop(key))
 
     def locked_get(self: Any, key: str) -> bytes | None:
         """As `get`. After None, this process holds the lock of the key until `put`."""
         found = get(self, key)
         if found is None and key not in held:
-            lock = held[key] = _wait(LOCKS / key)
+            held[key] = _wait(LOCKS / key)
             found = get(self, key)
             if found is not None:
-                del held[key]
-                os.close(lock)
+                release(key)
         return found
 
     def unlocking_put(self: Any, key: str, value: bytes) -> None:
@@ -55,7 +72,7 @@ def compile_less() -> None:
         half.write_bytes(value)
         half.rename(self.path / f"{key}-cache")  # at once, because who reads does not hold the lock
         if key in held:
-            os.close(held.pop(key))
+            release(key)
 
     mock.patch.multiple(LRUCache, get=locked_get, put=unlocking_put).start()
 

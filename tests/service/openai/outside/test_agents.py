@@ -159,7 +159,7 @@ AGENTS = {
 @pytest.mark.parametrize("name", AGENTS)
 async def test_a_script_of_turns(name: str, tmp_path: Path) -> None:
     agent = AGENTS[name]
-    folder = node_packages(f"{agent.package}@{read(name).version}")
+    folder = node_packages(tmp_path, f"{agent.package}@{read(name).version}")
     codec = byte_codec(TEMPLATE, MARKERS)
     scripts = {
         prompt: codec.encode(text, add_special_tokens=False) for prompt, text in agent.script().items()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.sweep
 
 
 def test_all_probes(endpoint: Endpoint, tmp_path: Path) -> None:
-    folder = node_packages(f"compatcanary@{read('compatcanary').version}")
+    folder = node_packages(tmp_path, f"compatcanary@{read('compatcanary').version}")
     program = folder / "node_modules" / ".bin" / "compatcanary"
     where = ["--base-url", endpoint.api, "--model", endpoint.model]
     done = finish(

@@ -34,7 +34,7 @@ def test_openai_for_python(endpoint: Endpoint, tmp_path: Path) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "package"), [("openai", "openai"), ("anthropic", "@anthropic-ai/sdk")])
 def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: Path) -> None:
-    folder = node_packages(f"{package}@{read(f'{name}-node').version}", "zod@4.6.7")
+    folder = node_packages(tmp_path, f"{package}@{read(f'{name}-node').version}", "zod@4.6.7")
     script = folder / f"{name}_checks.mjs"
     shutil.copyfile(DRIVERS / script.name, script)
     done = finish(["node", script, endpoint.api, endpoint.model, endpoint.key], tmp_path)

@@ -16,6 +16,7 @@ import java.util.stream.Collectors;
 import java.util.stream.Stream;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.function.Executable;
+import org.junit.jupiter.api.io.TempDir;
 import penstock.v1.AbortOutcome;
 import penstock.v1.AbortRequest;
 import penstock.v1.ClassifyInput;
@@ -47,6 +48,9 @@ import penstock.v1.WatchLoadRequest;
 import penstock.v1.WatchLoadResponse;
 
 class RpcsTest {
+    @TempDir
+    static Path folder;
+
     private static Set<String> methodsOfTheContract() {
         return Stream.of(InferenceServiceGrpc.getServiceDescriptor(), ControlServiceGrpc.getServiceDescriptor())
                 .map(service -> service.getMethods())
@@ -142,7 +146,6 @@ class RpcsTest {
 
     private static void adapters(PenstockClient client) throws Exception {
         assertEquals(0, client.listAdapters().getAdaptersCount());
-        Path folder = Files.createTempDirectory("adapter");
         Files.writeString(folder.resolve("adapter_config.json"), "{}");
         Files.createSymbolicLink(folder.resolve("adapter_model.safetensors"), DemoServer.CHECKPOINT);
         PushAdapterBegin begin = PushAdapterBegin.newBuilder().setName("sql").build();
