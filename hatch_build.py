@@ -33,17 +33,25 @@ class NativeLibrary(BuildHookInterface[Any]):
             return
         sys.path.insert(0, str(Path(self.root, "runtime")))
         try:
-            from penstock.runtime.ops.native.build import SHIPPED, BuildFailed, build  # noqa: PLC0415
+            from penstock.runtime.ops.native.build import (  # noqa: PLC0415
+                KERNELS,
+                SHIPPED,
+                BuildFailed,
+                build,
+                default_folder,
+            )
         except ModuleNotFoundError as error:
             if error.name != "jax":
                 raise
             return  # as `dependencies` decided
-        self._folder = tempfile.TemporaryDirectory()
-        try:
-            library = build(Path(self._folder.name))
-        except BuildFailed as error:
-            self.app.display_warning(f"the wheel has no native library: {error}")
-            return
+        library = default_folder() / KERNELS.file_name()
+        if not library.is_file():  # otherwise this machine has compiled exactly these sources for itself
+            self._folder = tempfile.TemporaryDirectory()
+            try:
+                library = build(Path(self._folder.name))
+            except BuildFailed as error:
+                self.app.display_warning(f"the wheel has no native library: {error}")
+                return
         inside = SHIPPED.relative_to(Path(self.root, "runtime")) / library.name
         build_data["force_include"][str(library)] = str(inside)
         build_data["pure_python"] = False

@@ -90,6 +90,10 @@ class Recipe:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()[:16]
 
+    def file_name(self) -> str:
+        """Return the name of the library's file, which nothing has that is made of other things."""
+        return f"{self.name}-{self.digest()}.so"
+
 
 KERNELS = Recipe("penstock", tuple(sorted(SOURCES.rglob("*.cc"))), FLAGS)
 """The library that serves."""
@@ -115,7 +119,7 @@ def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
         raise BuildFailed(
             f"the native kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
         )
-    name = f"{recipe.name}-{recipe.digest()}.so"
+    name = recipe.file_name()
     for place in folders:
         if (place / name).is_file():
             return place / name
