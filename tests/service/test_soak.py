@@ -18,7 +18,7 @@ from tests.support.models.toy import VOCAB, toy_engine, toy_model, toy_tokens
 
 pytestmark = pytest.mark.ci
 
-NUM_STREAMS = 200
+NUM_STREAMS = 120
 CONTEXT = 1024
 SMALL_WINDOWS = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 """Windows so small that little fits between a server and a client that does not read."""

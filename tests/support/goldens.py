@@ -120,7 +120,7 @@ KINDS = (
     "qwen3_5",
 )
 """One of NAMES for each kind of head, cache and state, for tests of what an engine tells beside tokens. The
-other families differ in products, norms and rotation, which test_golden.py compares; to compile all of them
+other families differ in products, norms and rotation. CI draws some of them, because to compile all of them
 takes a quarter of an hour.
 """
 QWEN_WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")

@@ -13,7 +13,7 @@ import pytest
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
 from penstock.runtime.models.linear import LinearFormat
-from tests.support.goldens import GOLDEN, NAMES, ROWS, WITH_PICTURES, check_greedy, check_last_logits
+from tests.support.goldens import GOLDEN, KINDS, NAMES, WITH_PICTURES, check_greedy, check_last_logits
 from tests.support.suite.drawing import few
 
 ALWAYS = ("qwen3", "gpt_oss", "deepseek_v3", "lfm2")
@@ -26,7 +26,7 @@ def test_every_golden_is_compared():
     )
 
 
-@pytest.fixture(scope="module", params=few(NAMES, ALWAYS, ci=set(NAMES) - set(ROWS)))
+@pytest.fixture(scope="module", params=few(NAMES, ALWAYS, ci=KINDS))
 def golden(request, golden_root, make_sequence):
     directory = golden_root / request.param
     config = load_config(directory)

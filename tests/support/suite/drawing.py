@@ -17,8 +17,10 @@ from zlib import crc32
 import pytest
 
 SWEEP_PARTS = 4
-FRONT_PARTS = 8
-"""Of the tests that run through a front process, a run has one in eight: each also runs without one."""
+FRONT_PARTS = 16
+"""Of the tests that run through a front process, a run has one in sixteen: each also runs without one, and
+starting its front process costs more than all else.
+"""
 OPTIMIZED_PARTS = 9
 """In one file of tests in nine, programs are compiled as users compile, which takes up to three times as
 long. This has no factor in common with SWEEP_PARTS, so each file of the sweep has its turn within 36 commits.
