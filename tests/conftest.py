@@ -91,7 +91,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--draw",
         type=int,
         metavar="NUMBER",
-        help="of the tests of the sweep, run the quarter that this number draws, for example a commit's; and "
+        help="of the tests of the sweep, run the fifth that this number draws, for example a commit's; and "
         "compile the ninth of the files that it draws as users compile (default: the whole sweep)",
     )
     group.addoption(
