@@ -129,6 +129,13 @@ def test_loops_on_a_gpu_need_no_host() -> None:
     assert (tpu.compiler_options, choose_backend(EngineConfig(), CPU).compiler_options) == (None, None)
 
 
+def test_a_tpu7x_gets_its_own_option() -> None:
+    """`tests/accelerators` compiles with it: without it each step copies all experts."""
+    device = cast("Any", Accelerator(None, platform="tpu", device_kind="TPU7x"))
+    options = choose_backend(EngineConfig(), device).compiler_options
+    assert options == {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+
+
 @needs_kernels
 def test_required_kernels_take_cpu_and_bfloat16() -> None:
     required = EngineConfig(native="require")

@@ -57,8 +57,6 @@ AttentionTest = Callable[[ArrayShape, ArrayShape, int | None], bool]
 this `value_dim`."""
 HOPPER = "9.0"
 """The compute capability of the GPUs that our kernels are for. Those of Blackwell lack their instructions."""
-TPUS = ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")
-"""The TPUs, as JAX names their kinds, for which the kernel was compiled."""
 
 GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType(
     {
@@ -69,6 +67,16 @@ GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType(
 """XLA's defaults and WHILE: a loop becomes a part of a CUDA graph. Otherwise the host reads the condition of
 each iteration back and launches the next one, which took half the time of a decode step on an H200, in the
 loop over keys of each layer (bench/RESULTS.md, "On an H200").
+"""
+TPU7X = "TPU7x"
+TPUS = ("TPU v5 lite", "TPU v5", "TPU v6 lite", TPU7X)
+"""The TPUs, as JAX names their kinds, for which the kernel was compiled."""
+TPU7X_OPTIONS: Mapping[str, str | bool] = MappingProxyType(
+    {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+)
+"""On this generation XLA wants what a loop reads in 16 bits in tiles of 16 rows, and arguments of a program
+in tiles of 8. So each step would copy all experts, which are read in a loop. With this option all tiles have
+8 rows.
 """
 
 
@@ -234,7 +242,7 @@ def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: De
             mesh=mesh,
             sizes=accelerator_sizes(None if now is None else now.limit_bytes),
             memory=tells_memory,
-            compiler_options=GPU_OPTIONS if device.platform == "gpu" else None,
+            compiler_options=_compiler_options(device),
             lanes=TPU_LANES if device.platform == "tpu" else 1,
         )
         if not uses_kernels:
@@ -375,6 +383,12 @@ def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
     if problem is not None and config.native == "require":
         raise ConfigError(f"native: the kernels are required, and cannot be used: {problem}")
     return problem is None
+
+
+def _compiler_options(device: jax.Device) -> Mapping[str, str | bool] | None:
+    if device.platform == "gpu":
+        return GPU_OPTIONS
+    return TPU7X_OPTIONS if device.device_kind == TPU7X else None
 
 
 def _memory_of(devices: Sequence[jax.Device]) -> Callable[[], DeviceMemory | None]:
