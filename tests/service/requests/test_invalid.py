@@ -11,12 +11,16 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS
+from penstock.service.requests.generate import Features, to_job
+from penstock.service.servicers.serving import limits_of
 from penstock.v1 import types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream
 from tests.support.models.byte_text import VOCAB
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+LIMITS = limits_of(fake(), features=Features())
 INF, NAN = math.inf, math.nan
 PENALTIES = ("presence_penalty", "frequency_penalty")
 U32 = 2**32 - 1
@@ -45,7 +49,6 @@ BAD = [
     ),
     ({"prompt": None, "chat": {}}, {"chat.messages"}),
     ({"prompt": None, "chat": chat(("user", "x"), ("User", "x"))}, {"chat.messages[1].role"}),
-    ({"prompt": None, "chat": chat(("user", "x"), ("system", "x"))}, {"chat.messages"}),
     ({"request_id": "x" * 129}, {"request_id"}),
     *(({"sampling": {"temperature": v}}, {"sampling.temperature"}) for v in (-0.001, 100.1, INF, -INF, NAN)),
     *(({"sampling": {"top_p": v}}, {"sampling.top_p"}) for v in (0.0, -1.0, 1.0001, INF, NAN)),
@@ -62,15 +65,10 @@ BAD = [
         {"sampling": {"logit_bias": {VOCAB: 1.0, U32: 1.0, 0: 1.0}}},
         {f"sampling.logit_bias[{VOCAB}]", f"sampling.logit_bias[{U32}]"},
     ),
-    ({"sampling": {"logit_bias": dict.fromkeys(range(VOCAB), -INF)}}, {"sampling.logit_bias"}),
     ({"sampling": {"bad_words": ["x", " ", "y" * 1001]}}, {"sampling.bad_words[1]", "sampling.bad_words[2]"}),
     ({"sampling": {"bad_words": ["x"] * 1001}}, {"sampling.bad_words"}),
     ({"sampling": {"allowed_token_ids": [0, VOCAB]}}, {"sampling.allowed_token_ids[1]"}),
     ({"sampling": {"allowed_token_ids": [0] * (VOCAB + 1)}}, {"sampling.allowed_token_ids"}),
-    (
-        {"sampling": {"allowed_token_ids": [97, 3], "bad_words": ["a"], "logit_bias": {3: -INF}}},
-        {"sampling.allowed_token_ids"},
-    ),
     ({"sampling": {"n": 0, "top_p": 2}}, {"sampling.n", "sampling.top_p"}),
     ({"stopping": {"max_tokens": 0}}, {"stopping.max_tokens"}),
     ({"stopping": {"max_tokens": 3, "min_tokens": 4}}, {"stopping.min_tokens"}),
@@ -90,6 +88,15 @@ BAD = [
     ({"output": {"text": False}, "stopping": {"stop": ["x"]}}, {"stopping.stop"}),
     ({"cache": {"cache_salt": "x" * 257}}, {"cache.cache_salt"}),
 ]  # fmt: skip
+FOUND_LATER = [
+    ({"prompt": None, "chat": chat(("user", "x"), ("system", "x"))}, {"chat.messages"}),
+    ({"sampling": {"logit_bias": dict.fromkeys(range(VOCAB), -INF)}}, {"sampling.logit_bias"}),
+    (
+        {"sampling": {"allowed_token_ids": [97, 3], "bad_words": ["a"], "logit_bias": {3: -INF}}},
+        {"sampling.allowed_token_ids"},
+    ),
+]
+"""What is found when the prompt is rendered, or when all that forbids tokens is put together."""
 GOOD = [
     {"request_id": "x" * 128},
     *({"sampling": {"temperature": v}} for v in (0.0, 1e-300, 100.0)),
@@ -119,8 +126,18 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("fields", "violated"), BAD, ids=[str(i) for i in range(len(BAD))])
-async def test_out_of_range(rig, fields, violated):
+async def test_out_of_range(fields, violated):
+    """What is told before anything else is done; `test_all_violations_in_one_reply` shows it on the wire."""
     fields = {"prompt": "y", **fields}
+    for message in (generate(**fields), stream(**fields)):
+        with pytest.raises(InvalidRequest) as refused:
+            to_job(message, LIMITS)
+        assert {violation.field for violation in refused.value.violations} == violated
+        assert all(violation.description for violation in refused.value.violations)
+
+
+async def check_refused(rig, fields, violated):
+    """Check that both RPCs refuse it with these violations before anything comes to the engine."""
     for call in (
         rig.inference.Generate(generate(**fields)),
         rig.inference.Stream(stream(**fields)).read(),
@@ -129,7 +146,14 @@ async def test_out_of_range(rig, fields, violated):
         assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
         assert set(failure.violations) == violated
         assert all(failure.violations.values())
-    assert not rig.engine.seen, "nothing reached the engine"
+    assert not rig.engine.seen
+
+
+@pytest.mark.parametrize(
+    ("fields", "violated"), FOUND_LATER, ids=["template", "all are biased away", "nothing left"]
+)
+async def test_found_later(rig, fields, violated):
+    await check_refused(rig, {"prompt": "y", **fields}, violated)
 
 
 @pytest.mark.parametrize("fields", GOOD, ids=[str(i) for i in range(len(GOOD))])
@@ -147,14 +171,14 @@ async def test_min_tokens_per_message_range(rig):
 
 async def test_all_violations_in_one_reply(rig):
     fields = {
+        "prompt": "",
         "request_id": "x" * 200,
         "sampling": {"temperature": -1, "top_p": 2, "min_p": 2, "top_k": 2**31},
         "stopping": {"max_tokens": 0, "stop": [""], "stop_token_ids": [999], **limit(-1)},
         "output": {"logprobs": 99},
         "cache": {"cache_salt": "x" * 999, "bypass_prefix_cache": True},
     }
-    failure = await failure_of(rig.inference.Generate(generate("", **fields)))
-    assert set(failure.violations) == {
+    violated = {
         "request_id",
         "prompt",
         "sampling.temperature",
@@ -168,6 +192,7 @@ async def test_all_violations_in_one_reply(rig):
         "output.logprobs",
         "cache.cache_salt",
     }
+    await check_refused(rig, fields, violated)
 
 
 async def test_unknown_model(rig):
