@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tokenizers import processors
 
 from penstock.runtime.requests.request import PromptReading
 from penstock.service.servicers import inference
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import failure_of, fake, ids, serving, until
+from tests.support.models.byte_text import END, EOS, ByteText
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAIT_S = 20
@@ -70,6 +72,16 @@ async def test_what_is_wrong_is_named(rig, request_, field):
     assert failure.reason == "INVALID_FIELD"
     assert field in failure.violations
     assert rig.engine.seen == []
+
+
+async def test_the_prompt_alone_has_special_tokens():
+    codec = ByteText()
+    codec.backend.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, EOS)]
+    )
+    async with serving(fake(codec=codec)) as rig:
+        await rig.inference.Score(score("ab", "c"))
+        assert rig.engine.seen[0].prompt_token_ids == (EOS, *ids("abc"))
 
 
 async def test_prompt_and_continuation_must_fit_together():
