@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from penstock.runtime.adapters.peft import AdapterReader
-from penstock.runtime.config import DEFAULT_TARGET_ITL_S, ON_DEVICE, EngineConfig, ResolvedConfig, resolve
+from penstock.runtime.config import (
+    CHECKED_ROWS,
+    DEFAULT_TARGET_ITL_S,
+    ON_DEVICE,
+    EngineConfig,
+    ResolvedConfig,
+    resolve,
+)
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import (
     Backend,
@@ -59,6 +66,7 @@ from penstock.runtime.scheduling.lookup import Lookup
 from penstock.runtime.scheduling.proposals import Proposer
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
+from penstock.runtime.scheduling.text_windows import TextWindows
 from penstock.runtime.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
@@ -130,12 +138,16 @@ def build(
     groups = largest_groups(model.caches, config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
+    if log_of_calls is None and _windows_read_text(model, config, backend):
+        assert config.max_proposed_tokens is not None, "it has a number where tokens are proposed"
+        text_guesses = min(config.max_proposed_tokens, CHECKED_ROWS - 1)
+        shapes = dataclasses.replace(shapes, text_guesses=text_guesses, text_rows=CHECKED_ROWS)
     parts = (model.graphdef, model.weights, model.cache, shapes, backend)
     runner: ModelRunner
     if model.stages:
         runner = PipelineRunner(*parts, model.stages)
     elif log_of_calls is None:
-        runner = ModelRunner(*parts, model.draft)
+        runner = ModelRunner(*parts, model.draft, model.lookup_tokens)
     else:
         runner = LeadingRunner(*parts, model.draft, log_of_calls)
     batch_invariant = _is_batch_invariant(model, config, backend)
@@ -170,11 +182,13 @@ def build(
         threads=threads,
         target_itl_s=_target_itl_s(config, batch_invariant=batch_invariant),
     )
+    text_windows = TextWindows(shapes.text_rows) if shapes.text_guesses else None
     return EngineParts(
         runner=runner,
         scheduler=Scheduler(
             _scheduler_config(model, config, shapes, kv),
-            _proposer(config, model, reads_earlier=options.speculation != "auto"),
+            _proposer(config, model, text_windows, reads_earlier=options.speculation != "auto"),
+            text_windows,
         ),
         pacer=Pacer(
             config.decode_window_s,
@@ -339,7 +353,26 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
         )
 
 
-def _proposer(config: ResolvedConfig, model: ServedModel, *, reads_earlier: bool) -> Proposer | None:
+def _windows_read_text(model: ServedModel, config: ResolvedConfig, backend: Backend) -> bool:
+    """Return whether windows of decode steps guess by the text that a lookup reads: where they may end early,
+    rows of padding cost little, and nothing is kept by slot. Programs that another machine has compiled do
+    not have it.
+    """
+    return (
+        model.lookup_tokens is not None
+        and config.speculation == "lookup"
+        and config.max_decode_steps > 1
+        and config.compiled is None
+        and model.skips_padding
+        and model.vision is None
+        and not (model.cache.has_state or model.stages or backend.fixed_windows)
+        and backend.mesh.size == 1
+    )
+
+
+def _proposer(
+    config: ResolvedConfig, model: ServedModel, text_windows: TextWindows | None, *, reads_earlier: bool
+) -> Proposer | None:
     """`reads_earlier`: whether a lookup also looks at what earlier requests have said. Whoever can see what
     is proposed learns of them, so the operator must have asked for it.
     """
@@ -348,7 +381,12 @@ def _proposer(config: ResolvedConfig, model: ServedModel, *, reads_earlier: bool
         return Drafting(config.speculation, computes_again=computes_again)
     if config.speculation == "off":
         return None
-    return Lookup(computes_again=computes_again, reads_earlier=reads_earlier, text=model.lookup_tokens)
+    return Lookup(
+        computes_again=computes_again,
+        reads_earlier=reads_earlier,
+        text=model.lookup_tokens,
+        text_windows=text_windows,
+    )
 
 
 def _drafted_tokens(config: ResolvedConfig) -> int:

@@ -30,6 +30,7 @@ from penstock.runtime.execution.step_programs import (
     RebuildFollower,
     Weights,
 )
+from penstock.runtime.execution.text_guesses import CONTEXT, NO_TOKEN, TextTables, text_tables
 from penstock.runtime.models.eagle import HeadOfTarget
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.stages import Stage
@@ -53,10 +54,12 @@ class DeviceState:
         draft: DraftModel | None = None,
         *,
         stage: Stage | None = None,
+        text: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split).
         `draft`: what guesses what this model makes; None: there is nothing. `stage`: the stage of the model
         that this is the state of, with None in `weights` for the leaves of others; None: the whole model.
+        `text`: the tokens by which windows guess, where the configuration says that they do.
         """
         self._stage = stage
         leaves, self._weights_tree = jax.tree.flatten(weights)
@@ -88,6 +91,12 @@ class DeviceState:
         """The embeddings of pictures."""
         self.adapters = self._new_adapters()
         """The pool of adapters."""
+        self.text: TextTables | None = None
+        """The text by which windows guess; None: they guess nothing."""
+        if config.text_guesses:
+            assert text is not None, "windows guess by a text"
+            known = np.where(text < config.vocab_size, text, NO_TOKEN)
+            self.text = jax.device_put(text_tables(known, config.text_guesses), self.sharding)
         backend.use_huge_pages((*self.leaves, *self.draft_leaves))
 
     # -- weights --
@@ -243,6 +252,7 @@ class DeviceState:
             draft=self._draft,
             draft_weights=self.draft_leaves,
             rebuild_follower=_rebuilds(self._draft, self._draft_tree, self._rebuild, self._config.dtype),
+            text=self.text,
             stage=self._stage,
         )
 
@@ -252,7 +262,7 @@ class DeviceState:
     def free(self) -> None:
         """Free all memory that is held, except weights that other code holds too."""
         self.free_cache()
-        for array in jax.tree.leaves((self.rows, self.pool, self.adapters)):
+        for array in jax.tree.leaves((self.rows, self.pool, self.adapters, self.text)):
             array.delete()
         self.leaves, self.draft_leaves = (), ()
 
@@ -394,6 +404,7 @@ def row_shapes(cache: CacheSpec, config: RunnerConfig, sharding: jax.sharding.Sh
         array(by_token, np.float32),
         array((slots,)) if cache.has_state else None,
         array((slots, config.drafted_tokens)) if config.drafted_tokens else None,
+        array((slots, CONTEXT)) if config.text_guesses else None,
     )
 
 

@@ -289,5 +289,6 @@ class PipelineRunner(ModelRunner):
         config: RunnerConfig,
         backend: Backend,
         draft: DraftModel | None,
+        text: NDArray[np.int32] | None,
     ) -> DeviceState:
         return PipelineState(graphdef, weights, config, backend, self._stages)

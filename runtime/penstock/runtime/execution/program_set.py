@@ -51,8 +51,10 @@ from penstock.runtime.execution.step_programs import (
     make_forward,
     make_guesses,
     make_stage,
+    make_text_window,
     make_window,
 )
+from penstock.runtime.execution.text_guesses import TextTables
 from penstock.runtime.models.stages import Stage
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.sampler import RowState
@@ -81,6 +83,8 @@ class Programs:
     others, and where no tokens are proposed."""
     guesses: Mapping[int, jax.stages.Compiled]
     """Number of rows to what guesses tokens for them; none where nothing guesses on the device."""
+    text_windows: Mapping[int, jax.stages.Compiled]
+    """Number of rows to window that guesses by a text; none where no window does."""
     prompt_logprobs: jax.stages.Compiled
     hidden_sums: jax.stages.Compiled
     admission: jax.stages.Compiled
@@ -125,6 +129,8 @@ class ProgramBuilder:
     draft_weights: Weights = ()
     """() also where the model's own heads guess."""
     rebuild_follower: RebuildFollower | None = None
+    text: TextTables | None = None
+    """The text by which windows guess; None: there is none."""
     stage: Stage | None = None
     """The stage of the model whose programs these are; None: its layers are not cut into stages."""
     first: ProgramBuilder | None = None
@@ -151,6 +157,7 @@ class ProgramBuilder:
             checked_choices={rows: made[f"check {rows}"] for rows in self._checked_rows},
             joined={rows: made[f"join {rows}"] for rows in self._joined_rows},
             guesses={rows: made[f"guess {rows}"] for rows in self._guessed_rows},
+            text_windows={rows: made[f"text window {rows}"] for rows in self._text_rows},
             prompt_logprobs=made["prompt_logprobs"],
             hidden_sums=made["hidden_sums"],
             admission=made["admission"],
@@ -188,6 +195,7 @@ class ProgramBuilder:
             **{f"check {rows}": partial(self.checked_choice, rows) for rows in self._checked_rows},
             **{f"join {rows}": partial(self.joined, rows) for rows in self._joined_rows},
             **{f"guess {rows}": partial(self.guesses, rows) for rows in self._guessed_rows},
+            **{f"text window {rows}": partial(self.text_window, rows) for rows in self._text_rows},
             **{f"encode {size}": partial(self.encode, size) for size in self.config.encode_buckets},
             "prompt_logprobs": partial(self.prompt_logprobs, hidden),
             "hidden_sums": partial(self.hidden_sums, hidden),
@@ -260,7 +268,7 @@ class ProgramBuilder:
     @property
     def _arguments(self) -> list[Any]:
         """All that stays on the device between the calls of programs."""
-        given = (self.weights, self.state, self.kv, self.pool, self.adapters, self.draft_weights)
+        given = (self.weights, self.state, self.kv, self.pool, self.adapters, self.draft_weights, self.text)
         return jax.tree.leaves(given)
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
@@ -357,6 +365,25 @@ class ProgramBuilder:
             results=(JOINED, WHOLE, WHOLE),
         )
 
+    def text_window(self, rows: int) -> jax.stages.Compiled:
+        """Compile the window for so many rows that guesses by a text."""
+        config, layout = self.config, self._layout(ProgramKey(rows, rows, decode_only=True, window=True))
+        program = make_text_window(
+            self.rebuild,
+            layout,
+            self._shapes,
+            self.backend.attention,
+            self.backend.recurrent,
+            self.backend.sampler,
+            config.max_decode_steps,
+            num_rows=config.text_rows,
+            most_guesses=config.text_guesses,
+        )
+        packed = self._ints(layout.size)
+        arguments = (self.weights, self.kv, self.state, packed, self.adapters, self.text)
+        name, results = f"text_window_rows{rows}", (JOINED, WHOLE, WHOLE)
+        return self._compiled(program, *arguments, donate=(1, 2), name=name, results=results)
+
     def choice(self, rows: int) -> jax.stages.Compiled:
         program = make_choice(self._choice_layout(rows), self.backend.sampler, self.config.num_top)
         arguments = self._choice_arguments(rows)
@@ -404,6 +431,11 @@ class ProgramBuilder:
     @property
     def _guessed_rows(self) -> tuple[int, ...]:
         return () if self.rebuild_follower is None else self.config.buckets.row_buckets
+
+    @property
+    def _text_rows(self) -> tuple[int, ...]:
+        config = self.config
+        return tuple(rows for rows in config.buckets.row_buckets if rows <= config.text_rows)
 
     def prompt_logprobs(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes, self.backend.logprobs)

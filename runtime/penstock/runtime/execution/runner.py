@@ -136,6 +136,8 @@ class AwaitingTokens:
         self.chosen.tokens.copy_to_host_async()
         if self.wants_logprobs:
             self.chosen.logprobs.copy_to_host_async()
+        if self.chosen.guessed is not None:
+            self.chosen.guessed.copy_to_host_async()
         return self
 
     def read(self, num_top: int) -> StepResult:
@@ -167,12 +169,18 @@ class AwaitingTokens:
                     num_made = len(token_ids[i])
                     of_row = values[0, [i, *self.further[i]]] if i in self.further else values[:, i]
                     logprobs[i] = [read_logprobs(each, num_top, k) for each in of_row[:num_made]]
+        guessed: list[Sequence[int]] = []
+        if self.chosen.guessed is not None:
+            guessed = np.asarray(self.chosen.guessed)[: plan.num_steps, :num_rows].T.tolist()
+            guessed = [of_row[: len(made)] for of_row, made in zip(guessed, token_ids, strict=True)]
         prompt = {} if self.prompt is None else self.prompt.read(num_top)
         hidden = {} if self.hidden is None else self.hidden.read()
         for i, values in hidden.items():
             if not np.isfinite(values).all():
                 errors.setdefault(i, NonFiniteLogits())
-        return StepResult(token_ids, logprobs, errors=errors, prompt_logprobs=prompt, hidden=hidden)
+        return StepResult(
+            token_ids, logprobs, errors=errors, prompt_logprobs=prompt, hidden=hidden, guessed=guessed
+        )
 
 
 PendingStep = AwaitingChoice | AwaitingTokens
@@ -224,6 +232,14 @@ class ProgramCalls:
         device = self._device
         device.kv, device.rows, chosen = self.programs.steps[key](
             device.leaves, device.kv, device.rows, packed, device.adapters, device.draft_leaves
+        )
+        return cast("Chosen", chosen)
+
+    def text_window(self, rows: int, packed: Ints) -> Chosen:
+        """Run a window of decode steps for so many rows, which guesses by the text."""
+        device = self._device
+        device.kv, device.rows, chosen = self.programs.text_windows[rows](
+            device.leaves, device.kv, device.rows, packed, device.adapters, device.text
         )
         return cast("Chosen", chosen)
 
@@ -320,6 +336,8 @@ class ProgramCalls:
             packed = slots.blank(key)
             if key.window:
                 self.window(key, packed)
+                if key.rows in self.programs.text_windows:
+                    self.text_window(key.rows, packed)
             else:
                 if key.decode_only and key.rows in self.programs.joined:
                     self.forward(key, packed, has_proposed=True)
@@ -397,13 +415,15 @@ class ModelRunner:
         config: RunnerConfig,
         backend: Backend,
         draft: DraftModel | None = None,
+        text: NDArray[np.int32] | None = None,
     ) -> None:
         """`weights`: the model's state on the backend's devices. `graphdef`: its static half (see
-        nnx.split). `draft`: guesses tokens, where plans want that; None: there is none.
+        nnx.split). `draft`: guesses tokens, where plans want that; None: there is none. `text`: see
+        `DeviceState`.
         """
         self.config = config
         self.compiles_after_warmup = CompileCounter()
-        self.device = self._make_state(graphdef, weights, cache, config, backend, draft)
+        self.device = self._make_state(graphdef, weights, cache, config, backend, draft, text)
         """What the runner keeps on the device."""
         self._slots = Slots(config, len(cache.windows))
         filler = MaskFiller(mask_threads(config.threads))
@@ -461,8 +481,9 @@ class ModelRunner:
         config: RunnerConfig,
         backend: Backend,
         draft: DraftModel | None,
+        text: NDArray[np.int32] | None,
     ) -> DeviceState:
-        return DeviceState(graphdef, weights, cache, config, backend, draft)
+        return DeviceState(graphdef, weights, cache, config, backend, draft, text=text)
 
     # -- memory --
 
@@ -548,11 +569,15 @@ class ModelRunner:
         calls, slots, key = self.calls, self._slots, step.key
         shape = StepShape(key.tokens, key.rows)
         if key.window:
+            if plan.reads_text and key.rows in calls.programs.text_windows:
+                chosen = calls.text_window(key.rows, step.buffer)
+            else:
+                chosen = calls.window(key, step.buffer)
             return AwaitingTokens(
                 plan=plan,
                 packed_ns=step.packed_ns,
                 shape=shape,
-                chosen=calls.window(key, step.buffer),
+                chosen=chosen,
                 logprobs=step.logprobs,
             ).sent()
         if step.guesses is not None:

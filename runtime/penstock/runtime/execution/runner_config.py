@@ -78,6 +78,10 @@ class RunnerConfig:
     """Whether plans may have proposed tokens, for which there are programs of their own."""
     drafted_tokens: int = 0
     """Most tokens that a draft model guesses for a row in a step; 0: there is no draft."""
+    text_guesses: int = 0
+    """Most tokens that a window guesses for a row in each of its steps, by a text; 0: no window reads one."""
+    text_rows: int = 0
+    """Rows of each step of such windows, with those of the guesses."""
 
     def __post_init__(self) -> None:
         check_end_tokens(self.eos_token_ids)

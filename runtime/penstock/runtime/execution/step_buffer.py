@@ -27,7 +27,7 @@ from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.ops.sampling_codes import BIAS, LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.ops.sampling_rows import SamplingRows
 from penstock.runtime.ops.state_copies import SnapshotRows
-from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request
+from penstock.runtime.requests.request import MAX_PROPOSED_TOKENS, MAX_STOP_TOKEN_IDS, Request
 from penstock.runtime.requests.sampling import FLOATS, INTS
 
 HEADER = 2
@@ -40,6 +40,7 @@ of `SnapshotRows` follow, and where there are adapters, the slot of the row's.""
 _WIDTHS = {
     "features": 1,
     "num_logprobs": 1,
+    "most_guesses": 1,
     "feature_slots": 1,
     "seed": 2,
     "ints": len(INTS),
@@ -89,11 +90,20 @@ def pack_params(request: Request, feature_slot: int = 0) -> Ints:
 
     put("features", [row_features(request)])
     put("num_logprobs", [-1 if request.logprobs is None else request.logprobs])
+    put("most_guesses", [_most_guesses(request)])
     put("feature_slots", [feature_slot])
     put("seed", [seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     put("ints", [getattr(sampling, name) for name in INTS])
     put("floats", [_bounded(getattr(sampling, name)) for name in FLOATS], np.float32)
     return row
+
+
+def _most_guesses(request: Request) -> int:
+    """Return how many tokens a window may guess for a row in each of its steps. Penalties count each token
+    before the next one is drawn, so rows with penalties have no guesses.
+    """
+    asked = request.max_proposed_tokens
+    return 0 if request.sampling.has_penalties else MAX_PROPOSED_TOKENS if asked is None else asked
 
 
 def _bounded(value: float) -> float:
@@ -109,6 +119,7 @@ class Unpacked(NamedTuple):
     q_lens: Array  # int32[R]
     max_samples: Array  # int32[R] most tokens the row makes; 0 for a prefill chunk that is not the last
     bans: Array  # int32[R] how many of these must be neither EOS nor stop ids
+    most_guesses: Array  # int32[R] how many tokens a text window may guess for the row in each of its steps
     page_indices: Array  # int32[R] index of the new entry of the row's page tables; P or above: none
     pages: tuple[Array, ...]  # for each group of layers int32[R], the page that the entry becomes
     sampling: SamplingRows
@@ -213,6 +224,7 @@ class Layout:
             q_lens=fields[:, NUM_TOKENS],
             max_samples=fields[:, MAX_SAMPLES],
             bans=fields[:, BANS],
+            most_guesses=words("most_guesses")[:, 0],
             page_indices=fields[:, PAGE_INDEX],
             pages=(fields[:, PAGE], *fields[:, self.further_pages].T),
             sampling=sampling,

@@ -9,6 +9,8 @@
 - `make_checked_choice`: the same where tokens are proposed, which are checked too.
 - `make_window`: both of these in a loop of decode steps. One program per bucket of rows, or per bucket and
   length.
+- `make_text_window`: the same loop, whose steps check what a text makes them guess. One program per bucket of
+  rows that leaves room for guesses.
 - `make_guesses`: what a draft model, or heads of the checkpoint, guess to follow. One program per bucket of
   rows.
 
@@ -24,6 +26,7 @@ log-probabilities, a second, larger array of them (`Chosen`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -31,9 +34,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.images import Pool, media_argument, media_of_rows, media_of_tokens
 from penstock.runtime.execution.proposed_rows import BEFORE, GUESS, PLACE
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
+from penstock.runtime.execution.text_guesses import CONTEXT, NO_TOKEN, TextTables, guess_from
 from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.models.layers.inputs import Passed
 from penstock.runtime.models.stages import Stage
@@ -141,7 +146,8 @@ AdapterPool = tuple[Array, ...]
 Carried = Any
 """What a follower hands from one guess to the next: arrays with an entry for each row, or ()."""
 Rebuild = Callable[[Weights], StepModel]
-NO_TOKEN = -1
+GUESSED = -1
+"""See `Chosen.guessed`."""
 
 
 class Forward(NamedTuple):
@@ -158,6 +164,9 @@ class Chosen(NamedTuple):
 
     tokens: Array  # int32[N, R]; NO_TOKEN where a row made none, NON_FINITE where it cannot
     logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `report`; zeros where no row has LOGPROBS
+    # int32[N, R] for each token whether it was guessed rightly (GUESSED), else how many tokens were guessed
+    # to follow it; None where the program guesses none.
+    guessed: Array | None = None
 
 
 class Follower(Protocol):
@@ -830,6 +839,180 @@ def make_window(
     return window
 
 
+class _Places(NamedTuple):
+    """Which row of a batch, and which place in what is guessed for it, each of T rows of a step computes:
+    place 0 is the row's own input, and place p its p-th guess.
+    """
+
+    rows: Array  # int32[T]
+    places: Array  # int32[T]
+    is_real: Array  # bool[T]; those that are real come first
+    counts: Array  # int32[R] how many guesses of the row are computed
+    number: Array  # int32[1 + K, R] which of the T rows computes a place; without meaning where none does
+    is_computed: Array  # bool[1 + K, R]
+
+
+def place_guesses(runs: Array, counts: Array, most: int, num_rows: int) -> _Places:
+    """Give each row that runs, bool[R], one of `num_rows` rows for its input, and one for each guess of the
+    row. Of these it has `counts`, int32[R], at most `most`. The first guesses of all rows come before the
+    second ones of any, and those for which no row is left are not computed. There are at least R rows.
+    """
+    place = jnp.arange(1 + most, dtype=jnp.int32)[:, None]
+    is_wanted = runs[None, :] & (place <= counts[None, :])
+    number = (jnp.cumsum(is_wanted.reshape(-1).astype(jnp.int32)) - 1).reshape(is_wanted.shape)
+    is_computed = is_wanted & (number < num_rows)
+    at = jnp.arange(num_rows, dtype=jnp.int32)
+    is_of = (number.reshape(-1)[None, :] == at[:, None]) & is_computed.reshape(-1)[None, :]
+    source = jnp.argmax(is_of, axis=1).astype(jnp.int32)
+    return _Places(
+        rows=source % runs.shape[0],
+        places=source // runs.shape[0],
+        is_real=at < is_computed.sum(),
+        counts=is_computed[1:].sum(axis=0, dtype=jnp.int32),
+        number=jnp.clip(number, 0, num_rows - 1),
+        is_computed=is_computed,
+    )
+
+
+def make_text_window(
+    rebuild: Rebuild,
+    layout: Layout,
+    shapes: StepShapes,
+    attention: AttentionOp,
+    recurrent: RecurrentOps,
+    sampler: SamplerOp,
+    max_steps: int,
+    *,
+    num_rows: int,
+    most_guesses: int,
+) -> Callable[[Weights, KVCache, RowState, Array, AdapterPool, TextTables], tuple[KVCache, RowState, Chosen]]:
+    """Make a program that makes what `make_window` makes, token for token, in fewer steps: each of its steps
+    has `num_rows` rows, of which those that are left check what a text makes them guess (`guess_from`), at
+    most `most_guesses` for a row. They are rows of one token of the same slot, see `proposed_rows`. What a
+    wrong guess leaves in the cache is written again before the window ends, or lies behind the row's end.
+
+    No row has a mask, a picture or state by slot, and nothing else guesses.
+    """
+    wide = dataclasses.replace(layout, key=ProgramKey(num_rows, num_rows, decode_only=True, window=True))
+
+    def window(
+        weights: Weights,
+        kv: KVCache,
+        state: RowState,
+        packed: Array,
+        adapters: AdapterPool,
+        text: TextTables,
+    ) -> tuple[KVCache, RowState, Chosen]:
+        model = rebuild(weights)
+        batch = layout.unpack_rows(packed)
+        state = _add_pages(state, batch)
+        assert state.recent is not None, "slots have places for their newest tokens where windows read a text"
+        page_tables = tuple(_of_rows(table, batch) for table in state.tables)
+        num_slots, rows = state.tokens.shape[0], layout.key.rows
+        most_made = jnp.minimum(batch.max_samples, batch.num_steps)
+
+        def more(carry: _TextWindow) -> Array:
+            return carry.is_first | jnp.any(carry.alive)
+
+        def one_step(carry: _TextWindow) -> _TextWindow:
+            guesses, num_known = guess_from(text, carry.recent, most_guesses)
+            counts = jnp.minimum(jnp.minimum(num_known, batch.most_guesses), most_made - carry.made - 1)
+            # As in `make_window`, the first step runs even where no row samples.
+            runs = carry.alive | (carry.is_first & (batch.q_lens > 0))
+            at = place_guesses(runs, jnp.where(carry.alive, counts, 0), most_guesses, num_rows)
+            inputs = jnp.concatenate([carry.tokens[:, None], guesses], axis=1)[at.rows, at.places]
+            index = carry.made[at.rows] + at.places  # of the token that each row makes
+            banned = index < batch.bans[at.rows]
+            of_rows = jax.tree.map(lambda field: field[at.rows], batch.sampling)
+            sampling = of_rows._replace(
+                slots=jnp.where(at.is_real, of_rows.slots, num_slots),
+                positions=of_rows.positions + index,
+                banned=banned,
+            )
+            adapter_slots = None if batch.adapter_slots is None else batch.adapter_slots[at.rows]
+            logits, _, kv, _ = _run_model(
+                model,
+                wide,
+                shapes,
+                attention,
+                recurrent,
+                kv=carry.kv,
+                batch=batch._replace(
+                    q_lens=at.is_real.astype(jnp.int32), sampling=sampling, adapter_slots=adapter_slots
+                ),
+                tokens=jnp.full((num_rows,), FEEDBACK, jnp.int32),
+                page_tables=tuple(table[at.rows] for table in page_tables),
+                last=inputs,
+                starts=batch.starts[at.rows] + index,
+                held=None,
+                adapters=adapters,
+                follower=None,
+            )
+            with jax.named_scope("sampler"):
+                made = sampler(logits, carry.state, sampling, batch.flags, None, num_top=shapes.num_top)
+            ended = ((made.tokens[:, None] == sampling.stop_ids).any(axis=1) & ~banned) | (made.tokens < 0)
+            sampled, has_ended = made.tokens[at.number], ended[at.number]  # [1 + K, R]
+            is_right = (sampled[:-1] == guesses.T) & ~has_ended[:-1] & at.is_computed[1:]
+            counted = jnp.concatenate([carry.alive[None, :], is_right]).astype(jnp.int32)
+            is_made = jnp.cumprod(counted, axis=0) > 0
+            num_made = is_made.sum(axis=0, dtype=jnp.int32)
+            newest = jnp.maximum(num_made - 1, 0)[None, :]
+            last = jnp.take_along_axis(sampled, newest, axis=0)[0]
+            is_over = jnp.take_along_axis(has_ended, newest, axis=0)[0]
+            total = carry.made + num_made
+            tokens = jnp.where(num_made > 0, last, carry.tokens)
+            recent = jnp.concatenate([carry.recent, sampled.T], axis=1)
+            kept = num_made[:, None] + jnp.arange(CONTEXT)[None, :]
+            # Where a row makes no token, it goes past the end, and is dropped.
+            to = jnp.where(at.is_real & is_made[at.places, at.rows], index, max_steps), at.rows
+            how = jnp.where(at.places > 0, GUESSED, at.counts[at.rows])
+            chosen = carry.chosen
+            assert chosen.guessed is not None, "the window began with a place for it"
+            return _TextWindow(
+                is_first=jnp.bool_(False),
+                alive=carry.alive & ~is_over & (total < most_made),
+                made=total,
+                tokens=tokens,
+                recent=jnp.take_along_axis(recent, kept, axis=1),
+                kv=kv,
+                state=_add_history(carry.state, batch, sampled[0], carry.alive),
+                chosen=Chosen(
+                    chosen.tokens.at[to].set(made.tokens, mode="drop"),
+                    chosen.logprobs.at[to].set(report(made, batch.flags), mode="drop"),
+                    chosen.guessed.at[to].set(how, mode="drop"),
+                ),
+            )
+
+        tokens = layout.unpack_tokens(packed)
+        first = jnp.where(tokens == FEEDBACK, _of_rows(state.tokens, batch), tokens)
+        recent = _of_rows(state.recent, batch)
+        # Tokens that came from other programs since the last text window are not among them.
+        is_recent = recent[:, -1] == first
+        alone = jnp.full_like(recent, NO_TOKEN).at[:, -1].set(first)
+        begin = _TextWindow(
+            is_first=jnp.bool_(True),
+            alive=batch.max_samples > 0,
+            made=jnp.zeros((rows,), jnp.int32),
+            tokens=first,
+            recent=jnp.where(is_recent[:, None], recent, alone),
+            kv=kv,
+            state=state,
+            chosen=Chosen(
+                jnp.full((max_steps, rows), NO_TOKEN, jnp.int32),
+                jnp.zeros((max_steps, rows, 1 + 2 * shapes.num_top), jnp.int32),
+                jnp.zeros((max_steps, rows), jnp.int32),
+            ),
+        )
+        end = lax.while_loop(more, one_step, begin)
+        state = _keep(end.state, batch, end.tokens)
+        assert state.recent is not None, "it was there before"
+        slots = jnp.where(batch.max_samples > 0, batch.sampling.slots, num_slots)
+        state = state._replace(recent=state.recent.at[slots].set(end.recent, mode="drop"))
+        return end.kv, state, end.chosen
+
+    return window
+
+
 def make_guesses(
     rebuild_follower: RebuildFollower,
     layout: Layout,
@@ -906,6 +1089,19 @@ class _Window(NamedTuple):
     advanced: Array  # int32[R] how many positions the row has advanced
     tokens: Array  # int32[R] input of the next step
     sampled: Array  # int32[R] the row's newest token
+    kv: KVCache
+    state: RowState
+    chosen: Chosen
+
+
+class _TextWindow(NamedTuple):
+    """What a loop of steps that check guesses carries from one iteration to the next."""
+
+    is_first: Array  # bool[]
+    alive: Array  # bool[R] rows that make a token in the next step
+    made: Array  # int32[R] how many tokens the row has made
+    tokens: Array  # int32[R] input of the next step
+    recent: Array  # int32[R, CONTEXT] the row's newest tokens
     kv: KVCache
     state: RowState
     chosen: Chosen

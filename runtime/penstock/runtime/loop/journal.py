@@ -31,7 +31,8 @@ from penstock.runtime.loop.interface import Applied, Observer, Paused, Resumed, 
 from penstock.runtime.loop.stepping import Done
 from penstock.runtime.requests.request import Request, RequestTiming, StepOutput
 from penstock.runtime.scheduling.load import Load, LostPages
-from penstock.runtime.scheduling.plan import Plan, Speculated
+from penstock.runtime.scheduling.plan import Plan, Speculated, guesses_of
+from penstock.runtime.scheduling.text_windows import TextWindows
 
 __all__ = ["Cancelled", "Changed", "Ended", "Entry", "Noted", "Preempted", "Queued", "StepRecord"]
 
@@ -366,6 +367,30 @@ def _speculated(plan: Plan, token_ids: Sequence[Sequence[int]], outputs: Sequenc
     return Speculated(plan.proposer, tuple(proposed), tuple(accepted))
 
 
+def _guessed(
+    plan: Plan, guessed: Sequence[Sequence[int]], outputs: Sequence[StepOutput]
+) -> tuple[Speculated, ...]:
+    """Count what was guessed in a window (`StepResult.guessed`), and accepted, for the outputs that had not
+    ended.
+    """
+    counted = {output.request_id: len(output.token_ids) for output in outputs}
+    steps = [
+        step
+        for row, of_row in zip(plan.rows, guessed, strict=True)
+        for step in guesses_of(of_row[: counted.get(row.request_id, 0)])
+    ]
+    most = max((step.proposed for step in steps), default=0)
+    if not most:
+        return ()
+    return (
+        Speculated(
+            TextWindows.name,
+            tuple(sum(place < step.proposed for step in steps) for place in range(most)),
+            tuple(sum(place < step.accepted for step in steps) for place in range(most)),
+        ),
+    )
+
+
 def _record(done: Done, outputs: Sequence[StepOutput], load: Load, committed_ns: int) -> StepRecord:
     plan = done.planned.plan
     return StepRecord(
@@ -381,5 +406,9 @@ def _record(done: Done, outputs: Sequence[StepOutput], load: Load, committed_ns:
         done.waited_ns,
         committed_ns,
         time.monotonic_ns(),
-        (_speculated(plan, done.result.token_ids, outputs),) if plan.proposer else (),
+        (_speculated(plan, done.result.token_ids, outputs),)
+        if plan.proposer
+        else _guessed(plan, done.result.guessed, outputs)
+        if done.result.guessed
+        else (),
     )

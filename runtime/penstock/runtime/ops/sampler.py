@@ -52,6 +52,8 @@ class RowState(NamedTuple):
     bias: Array  # float32[F, V] added to the logits, -inf = forbidden; only where BIAS
     held: Array | None = None  # int32[S] after how many positions copy 0 of each slot's state stands
     guesses: Array | None = None  # int32[S, K] what a draft model guesses to follow; None where there is none
+    # int32[S, CONTEXT] the newest tokens after the slot's last text window; None where windows read no text.
+    recent: Array | None = None
 
 
 class Sampled(NamedTuple):

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.proposals import Candidate
 from penstock.runtime.scheduling.sequence import Sequence
+from penstock.runtime.scheduling.text_windows import TextWindows
 
 Tokens = NDArray[np.int32]
 
@@ -362,10 +363,12 @@ class Lookup:
         computes_again: bool = False,
         reads_earlier: bool = True,
         text: Tokens | None = None,
+        text_windows: TextWindows | None = None,
     ) -> None:
         """computes_again: whether the step behind a wrong proposal computes accepted tokens again, and so has
         no proposals. reads_earlier: whether what ended sequences have said may be proposed. text: what may be
-        proposed for all, where nothing else is found.
+        proposed for all, where nothing else is found. text_windows: the windows that guess by the text
+        themselves; while there are some, nothing of it is proposed here. None: no window does.
         """
         self._clock_ns = clock_ns
         self._computes_again = computes_again
@@ -374,6 +377,7 @@ class Lookup:
         self._costs = Costs()
         self._earlier = Earlier() if reads_earlier else None
         self._text = None if text is None else Text(text)
+        self._text_windows = text_windows
         self._rate = _FIRST_RATE
         """What is believed of a new sequence."""
 
@@ -441,7 +445,8 @@ class Lookup:
     def _follow_others(self, copy: Copy, seq: Sequence) -> None:
         """Follow what ended sequences have said, else the text, if the newest tokens occur there."""
         earlier = None if self._earlier is None else self._earlier.of(seq.request)
-        for said in (earlier, self._text):
+        is_read = self._text_windows is not None and self._text_windows.are_used
+        for said in (earlier, None if is_read else self._text):
             if said is not None and not copy.has_guess:
                 copy.follow(said, seq.token_ids)
 

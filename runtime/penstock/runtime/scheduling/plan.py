@@ -166,6 +166,8 @@ class Plan:
     proposer: str = ""
     """Who proposed tokens for rows of this plan; empty where none are proposed. `num_steps` is 1 if any are.
     """
+    reads_text: bool = False
+    """Whether the device guesses tokens by a text in this window, see `text_windows`."""
 
     @property
     def num_tokens(self) -> int:
@@ -183,6 +185,25 @@ class Plan:
     def decode_only(self) -> bool:
         """Whether every row has one input token."""
         return all(row.num_tokens == 1 for row in self.rows)
+
+
+class Guesses(NamedTuple):
+    """The guesses of one step of a window for a row."""
+
+    proposed: int
+    accepted: int
+
+
+def guesses_of(guessed: Items[int]) -> list[Guesses]:
+    """Return the guesses of each step that made some of a row's tokens, by `StepResult.guessed` of these."""
+    found: list[Guesses] = []
+    for count in guessed:
+        if count < 0:
+            proposed, accepted = found[-1]
+            found[-1] = Guesses(proposed, accepted + 1)
+        else:
+            found.append(Guesses(count, 0))
+    return found
 
 
 class Speculated(NamedTuple):
@@ -214,6 +235,9 @@ class StepResult:
     hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
     """Row to hidden states, float32[E]: what those of `Plan.pooled` were pooled to, or, for requests that
     want it, the one from which the row's token was chosen."""
+    guessed: Items[Items[int]] = ()
+    """For each row one entry per token, of a window that guesses: negative where the token was guessed
+    rightly, else how many tokens were guessed to follow it. Empty for other plans."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -245,6 +269,8 @@ class Draft:
     """What is proposed for the rows of decodes, for those for which anything is."""
     proposer: str = ""
     """See `Plan.proposer`."""
+    reads_text: bool = False
+    """See `Plan.reads_text`."""
 
     rows: list[PlanRow] = field(default_factory=list)
     sampling: list[Sequence | None] = field(default_factory=list)
@@ -294,4 +320,5 @@ class Draft:
             adapter_slots=self.adapter_slots,
             pooled=self.pooled,
             proposer=self.proposer,
+            reads_text=self.reads_text,
         )

@@ -63,6 +63,7 @@ from penstock.runtime.scheduling.proposals import Proposals
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence, Status
+from penstock.runtime.scheduling.text_windows import TextWindows
 from penstock.runtime.scheduling.waiting import NEXT_STEP
 
 
@@ -161,10 +162,17 @@ _RUNNING = Status.RUNNING  # a name of its own, because an enum's member is slow
 class Planner:
     """Makes plans over a `Roster`, and moves its sequences accordingly."""
 
-    def __init__(self, config: SchedulerConfig, roster: Roster, proposals: Proposals | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        roster: Roster,
+        proposals: Proposals | None = None,
+        text_windows: TextWindows | None = None,
+    ) -> None:
         self._config = config
         self._roster = roster
         self._proposals = proposals
+        self._text_windows = text_windows
         self._supply = PageSupply(config, roster)
         self._admission = Admission(roster, self._supply)
         self._windows = Windows(config, roster, self._admission)
@@ -183,11 +191,15 @@ class Planner:
             self._roster.groups.drop_behind(self._roster.running)
         if waiting and self._config.by_priority:
             self._admission.make_room(draft)
+        if self._text_windows is not None:
+            self._text_windows.are_used = max_steps > 1
         if self._proposals is not None and not self._windows.could_enter(draft):
             self._proposals.choose(draft)
         if max_steps > 1 and not draft.proposed:
             self._windows.choose(draft, max_steps)
         prefills = self._add_decodes(draft)
+        if self._text_windows is not None and draft.num_steps > 1:
+            draft.reads_text = self._text_windows.choose(len(draft.rows))
         if draft.single_rows is None and (prefills or waiting):
             self._prefills.add(draft, prefills)
 

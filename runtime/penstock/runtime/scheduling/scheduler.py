@@ -32,13 +32,14 @@ from penstock.runtime.requests.request import (
 )
 from penstock.runtime.scheduling.load import Load, LostPages, Totals
 from penstock.runtime.scheduling.pages import FlushedPages
-from penstock.runtime.scheduling.plan import Draft, Plan, StepResult
+from penstock.runtime.scheduling.plan import Draft, Plan, StepResult, guesses_of
 from penstock.runtime.scheduling.planner import Planner
 from penstock.runtime.scheduling.proposals import Proposals, Proposer
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER_NS, PromptValues, Sequence, Sharing, Status, StopRules
 from penstock.runtime.scheduling.status import OutputStatus, status_of
+from penstock.runtime.scheduling.text_windows import TextWindows
 from penstock.runtime.scheduling.waiting import ADAPTER_SLOT
 
 log = logging.getLogger(__name__)
@@ -175,10 +176,17 @@ class Commits:
     made.
     """
 
-    def __init__(self, roster: Roster, endings: Endings, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        endings: Endings,
+        proposer: Proposer | None = None,
+        text_windows: TextWindows | None = None,
+    ) -> None:
         self._roster = roster
         self._endings = endings
         self._proposer = proposer
+        self._text_windows = text_windows
         self._last_ns = 0  # when the newest tokens were committed
         self._plans: dict[int, _Uncommitted] = {}
         """Step id to plan."""
@@ -252,6 +260,10 @@ class Commits:
             if seq.first_token_ns == 0:
                 seq.first_token_ns = now_ns
             new = tuple(sampled)
+            if result.guessed:
+                for guesses in guesses_of(result.guessed[i]):
+                    seq.proposed_tokens += guesses.proposed
+                    seq.accepted_tokens += guesses.accepted
             if row.proposed:
                 seq.proposed_tokens += len(row.proposed)
                 seq.accepted_tokens += max(len(sampled) - 1, 0)
@@ -277,6 +289,8 @@ class Commits:
                     count = ending.num_tokens
                     if row.proposed:  # some accepted ones may come after the end
                         seq.accepted_tokens -= max(len(sampled) - 1 - count, 0)
+                    if result.guessed:
+                        seq.accepted_tokens -= sum(each < 0 for each in result.guessed[i][count:])
                     del tokens[before + count :]
                     if len(tokens) > seq.sharing.publish_at:
                         publish(seq, len(tokens) - 1)
@@ -328,6 +342,15 @@ class Commits:
         num_steps = max(map(len, result.token_ids)) if plan.num_steps > 1 else 1
         num_proposed = plan.num_tokens - len(plan.rows)
         proposer.measured(len(plan.rows), num_proposed, (now_ns - began_ns) / max(num_steps, 1))
+        if plan.num_steps > 1 and self._text_windows is not None:
+            checked = [sum(each >= 0 for each in of_row) for of_row in result.guessed]
+            self._text_windows.measured(
+                len(plan.rows),
+                guessed=plan.reads_text,
+                num_tokens=num_steps,
+                num_steps=max(checked, default=num_steps),
+                elapsed_ns=now_ns - began_ns,
+            )
 
     def _read_prompts(
         self,
@@ -439,15 +462,22 @@ class Scheduler:
     `page_keys`, `prepare` and `accept`, whose docstrings say why they need not.
     """
 
-    def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
-        """`proposer`: proposes tokens; None: nobody does."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        proposer: Proposer | None = None,
+        text_windows: TextWindows | None = None,
+    ) -> None:
+        """`proposer`: proposes tokens; None: nobody does. `text_windows`: say when windows guess; None: they
+        do not.
+        """
         self.config = config
         self.roster = Roster(config)
         """The running and waiting sequences. Only the scheduler changes it."""
         self._proposals = None if proposer is None else Proposals(config, self.roster, proposer)
-        self._planner = Planner(config, self.roster, self._proposals)
+        self._planner = Planner(config, self.roster, self._proposals, text_windows)
         self._endings = Endings(self.roster, proposer)
-        self._commits = Commits(self.roster, self._endings, proposer)
+        self._commits = Commits(self.roster, self._endings, proposer, text_windows)
         self._max_chunk = config.max_prefill_chunk
         self._weights_generation = 0
         self._next_order = 0
