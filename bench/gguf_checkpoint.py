@@ -2,17 +2,22 @@
 real one.
 
     python -m bench.gguf_checkpoint --out bench/out/llama-8b.gguf
+    python -m bench.gguf_checkpoint --of bench/out/copies --out bench/out/copies.gguf
 
 Its matrices have the types that llama.cpp's `Q4_K_M` gives them: Q4_K, and Q6_K for the head and for values
 and down projections of half of the layers. Codes and scales of blocks are random, so that every byte has to
 be read, and factors are such that weights have mean 0 and deviation 0.02. Tokens mean nothing. One seed
 always writes the same file. A tensor is in memory at a time. The package `gguf` (of the extra `dev`) writes
 the file.
+
+With `--of DIR` it writes the checkpoint that `bench.checkpoint` has written there, in bfloat16, so that
+engines that read GGUF files serve the same weights as others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -20,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from bench.checkpoint import CONTROL, DEVIATION, MERGES, Shape, words
 
@@ -29,8 +36,8 @@ _VALUES = 256  # of a block
 _ROPE_THETA, _NORM_EPSILON = 500_000.0, 1e-5
 _ROPE_FACTOR, _LOW, _HIGH, _ORIGINAL_CONTEXT = 8.0, 1.0, 4.0, 8192
 """How Llama 3.1 stretches positions."""
-_OF_FILE = 15
-"""What general.file_type has for Q4_K_M."""
+_OF_FILE, _OF_BFLOAT16 = 15, 32
+"""What general.file_type has for Q4_K_M, and for bfloat16."""
 _NORMAL, _CONTROL = 1, 3
 
 
@@ -134,18 +141,99 @@ def write(file: Path, shape: Shape, seed: int = 0) -> int:
     return sum(math.prod(size) for _, size, _ in sizes) + sum(values.size for _, values in others)
 
 
-def _describe(writer: Any, shape: Shape) -> None:
+_OF_LAYERS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""What GGUF files call the tensors of a layer of Qwen3."""
+
+
+def gguf_name(name: str) -> str:
+    """Return what GGUF files call a tensor of Qwen3."""
+    if name.startswith("model.layers."):
+        number, _, part = name.removeprefix("model.layers.").removesuffix(".weight").partition(".")
+        return f"blk.{number}.{_OF_LAYERS[part]}.weight"
+    return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
+
+
+def write_checkpoint(directory: Path, file: Path) -> int:
+    """Write a checkpoint of `bench.checkpoint` in the shape of Qwen3, and return the number of parameters."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    shape = Shape(
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+        config["vocab_size"],
+        config["bos_token_id"],
+        config["max_position_embeddings"],
+    )
+    part = file.with_name(f"{file.name}.part")
+    writer = gguf.GGUFWriter(part, "qwen3")
+    _describe(writer, shape, of_file=_OF_BFLOAT16, rms_eps=config["rms_norm_eps"], theta=config["rope_theta"])
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    sizes: dict[str, tuple[int, ...]] = {}
+    with safe_open(directory / "model.safetensors", framework="numpy") as stored:
+        for name in stored.keys():  # noqa: SIM118  it is no mapping
+            sizes[name] = tuple(stored.get_slice(name).get_shape())
+            if _is_norm(name):
+                writer.add_tensor_info(gguf_name(name), sizes[name], np.dtype(np.float32), 4 * sizes[name][0])
+            else:
+                rows, columns = sizes[name]
+                writer.add_tensor_info(
+                    gguf_name(name),
+                    (rows, 2 * columns),
+                    np.dtype(np.uint8),
+                    2 * rows * columns,
+                    gguf.GGMLQuantizationType.BF16,
+                )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name in sizes:
+            values = stored.get_tensor(name)
+            assert values.dtype == ml_dtypes.bfloat16, "bench.checkpoint writes bfloat16"
+            writer.write_tensor_data(values.astype(np.float32) if _is_norm(name) else values.view(np.uint8))
+    writer.close()
+    part.replace(file)
+    return sum(map(math.prod, sizes.values()))
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name
+
+
+def _describe(
+    writer: Any,
+    shape: Shape,
+    *,
+    of_file: int = _OF_FILE,
+    rms_eps: float = _NORM_EPSILON,
+    theta: float = _ROPE_THETA,
+) -> None:
     """Write what the file says of its model and its tokenizer."""
     writer.add_name("random")
-    writer.add_file_type(_OF_FILE)
+    writer.add_file_type(of_file)
     writer.add_block_count(shape.num_layers)
     writer.add_context_length(shape.max_position_embeddings)
     writer.add_embedding_length(shape.hidden_size)
     writer.add_feed_forward_length(shape.intermediate_size)
     writer.add_head_count(shape.num_heads)
     writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_layer_norm_rms_eps(_NORM_EPSILON)
-    writer.add_rope_freq_base(_ROPE_THETA)
+    writer.add_layer_norm_rms_eps(rms_eps)
+    writer.add_rope_freq_base(theta)
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_vocab_size(shape.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -166,10 +254,17 @@ def main() -> int:
         prog="python -m bench.gguf_checkpoint", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="default: %(default)s")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shape", choices=SHAPES, default="8b", help="default: %(default)s")
+    which.add_argument(
+        "--of", type=Path, metavar="DIR", help="a checkpoint that bench.checkpoint has written"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    parameters = write(args.out, SHAPES[args.shape], args.seed)
+    if args.of is None:
+        parameters = write(args.out, SHAPES[args.shape], args.seed)
+    else:
+        parameters = write_checkpoint(args.of, args.out)
     print(f"{args.out}: {parameters / 1e6:.1f} million parameters, {args.out.stat().st_size / 1e9:.2f} GB")
     return 0
 

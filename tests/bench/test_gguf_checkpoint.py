@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from bench.checkpoint import SHAPES as CHECKPOINTS
+from bench.checkpoint import tensor_shapes
+from bench.checkpoint import write_checkpoint as write_safetensors
 from penstock.runtime.loading.gguf.model import read_model
+from penstock.runtime.models.registry import parse_config
 from tests.support import gguf_package  # noqa: F401 -- skips tests where the package is missing
 
 import gguf  # isort: skip
-from bench.gguf_checkpoint import SHAPES, has_more_bits, matrices, rope_divisors, vectors, write  # isort: skip
+from bench.gguf_checkpoint import (  # isort: skip
+    SHAPES,
+    gguf_name,
+    has_more_bits,
+    matrices,
+    rope_divisors,
+    vectors,
+    write,
+    write_checkpoint,
+)
 
 TINY = SHAPES["tiny"]
 
@@ -79,3 +96,21 @@ def test_a_seed_writes_the_same_file(file, tmp_path):
         write(tmp_path / str(seed), TINY, seed)
     assert (tmp_path / "3").read_bytes() == file.read_bytes()
     assert (tmp_path / "4").read_bytes() != file.read_bytes()
+
+
+def test_a_checkpoint_becomes_a_file_of_the_same_weights(tmp_path):
+    write_safetensors(tmp_path, CHECKPOINTS["tiny"], copies=20)
+    file = tmp_path / "copies.gguf"
+    assert write_checkpoint(tmp_path, file) == sum(
+        map(math.prod, tensor_shapes(CHECKPOINTS["tiny"]).values())
+    )
+    model, config = read_model(file), json.loads((tmp_path / "config.json").read_text())
+    assert model.config.architecture == "Qwen3ForCausalLM"
+    assert model.config.layers == parse_config(config).layers
+    stored = load_file(tmp_path / "model.safetensors")
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert found.keys() == set(map(gguf_name, stored))
+    for name, values in stored.items():
+        tensor = found[gguf_name(name)]
+        made = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_array_equal(made, values.astype(np.float32), name)
