@@ -12,16 +12,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from penstock.runtime import Engine, StoppingParams
+from bench.texts import STORIES
+from penstock.runtime import Engine, EngineConfig, StoppingParams
 from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.text_windows import TextWindows
-from tests.support.batch import answers
+from tests.support.batch import Answer, answers
 from tests.support.mix import Mixer
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.table import VOCAB, random_tables, table_model
 from tests.support.models.toy import toy_engine
 
-pytestmark = pytest.mark.ci
 TABLES = random_tables()
 MOST = 3
 
@@ -63,6 +64,7 @@ def with_text(tokens: Sequence[int]) -> Engine:
     return toy_engine(model, speculation="lookup", lookup_text="demo", max_proposed_tokens=MOST)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "least", "most"), [("right", 0.4, 0.75), ("half", 0.1, 0.7), ("random", 0.0, 0.1)]
 )
@@ -100,3 +102,43 @@ def test_outputs_are_the_same_whatever_the_text_is(
     ends = alone[-4:]
     accepted = sum(each.accepted_tokens for each in ends) / sum(len(each.tokens) for each in ends)
     assert least <= accepted <= most
+
+
+@pytest.mark.sweep("the demo model's text")
+def test_the_demo_model_tells_the_same_stories_with_its_text() -> None:
+    """On native kernels in bfloat16, greedy and sampled, one and seven at a time. The stories are not those
+    of the text.
+    """
+    requests = [
+        Request(
+            f"s{i}",
+            story[:12],
+            ResolvedSampling(temperature=0.6 * (i % 2), seed=i),
+            StoppingParams(max_tokens=60),
+            logprobs=2,
+        )
+        for i, story in enumerate(STORIES[:7])
+    ]
+    made: dict[bool, list[list[Answer]]] = {}
+    for has_text in (False, True):
+        options = EngineConfig(
+            dtype="bfloat16",
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=128,
+            max_proposed_tokens=8 if has_text else None,
+            speculation="auto" if has_text else "off",
+            lookup_text="demo" if has_text else None,
+            compilation_cache=TEST_CACHE,
+            show_progress=False,
+        )
+        guesses = mock.patch.object(TextWindows, "choose", return_value=True)
+        with guesses, Engine.from_pretrained("demo", options) as engine:
+            made[has_text] = [answers(engine, requests), *(answers(engine, [each]) for each in requests)]
+            assert engine.compiles_after_warmup == 0
+    for with_it, without in zip(made[True], made[False], strict=True):
+        assert [(one.tokens, one.logprobs) for one in with_it] == [
+            (one.tokens, one.logprobs) for one in without
+        ]
+    alone = [each for one in made[True][1:] for each in one]
+    assert sum(one.accepted_tokens for one in alone) > 0.2 * sum(len(one.tokens) for one in alone)
