@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from penstock.runtime.ops.kv_rows import dequantize_rows, kv_layer_shape, quantize_rows, write_kv
-from tests.support.native.attention import dequantized
+from penstock.runtime.ops.kv_rows import dequantize_rows, kv_layer_shape, quantize_rows, spread, write_kv
+from tests.support.native.attention import dequantized, spreading
 
 DIM = 8
 
@@ -75,9 +75,42 @@ def test_the_ends_of_the_range_stay_finite(peak: float) -> None:
     np.testing.assert_allclose(back, 0.0 if peak < 1e-30 else peak, rtol=1e-6)
 
 
+def test_hand_computed_channels_that_are_spread() -> None:
+    """Three channels are blocks of two and one; of four, the last changes its sign."""
+    root = 2**0.5
+    np.testing.assert_allclose(
+        jax.jit(spread)(jnp.array([5.0, 1.0, 7.0])), [6 / root, 4 / root, 7.0], rtol=1e-6
+    )
+    np.testing.assert_array_equal(jax.jit(spread)(jnp.array([1.0, 2.0, 3.0, 4.0])), [1.0, 3.0, 2.0, -4.0])
+
+
+@pytest.mark.parametrize("dim", [1, 8, 48, 80, 256])
+def test_spread_channels_are_products_with_an_orthogonal_matrix(dim: int) -> None:
+    """So the product of a key and a query that are both spread is that of themselves."""
+    x = np.random.default_rng(dim).standard_normal((3, 2, dim)).astype(np.float32)
+    np.testing.assert_allclose(spreading(dim) @ spreading(dim).T, np.eye(dim), atol=1e-14)
+    np.testing.assert_allclose(jax.jit(spread)(jnp.asarray(x)), x @ spreading(dim).T, atol=2e-6)
+
+
+def test_channels_of_unlike_sizes_cost_the_products_less() -> None:
+    """Two channels are a hundred times as large as the others. Their own products are left out, because they
+    would hide what is rounded off the others'.
+    """
+    rng = np.random.default_rng(0)
+    key, query = rng.standard_normal((2, 64, 128))
+    key[:, [5, 70]] *= 100
+    query[:, [5, 70]] = 0
+    exact = (key * query).sum(axis=1)
+    both = spreading(128)
+    plain = dequantized(np.asarray(quantize_rows(jnp.asarray(key, jnp.float32))))
+    kept = dequantized(np.asarray(quantize_rows(jax.jit(spread)(jnp.asarray(key, jnp.float32)))))
+    lost = [np.abs((rows * query).sum(axis=1) - exact).mean() for rows in (plain, kept @ both)]
+    assert lost[1] < 0.3 * lost[0]
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_keys_and_values_are_written_to_their_slots(dtype: jnp.dtype) -> None:
-    """Each is quantized by itself, and slots past the end are dropped."""
+    """Each is quantized by itself, keys after they are spread, and slots past the end are dropped."""
     kv = jnp.zeros(kv_layer_shape(3, 4, 2, DIM, is_int8=True), jnp.int8)
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.standard_normal((3, 2, DIM)), dtype) for _ in range(2))
@@ -86,6 +119,7 @@ def test_keys_and_values_are_written_to_their_slots(dtype: jnp.dtype) -> None:
     for token, (page, offset) in enumerate([(1, 2), (2, 3)]):
         for which, values in enumerate((k, v)):
             wide = np.asarray(values[token], np.float64)
+            wide = wide if which else wide @ spreading(DIM).T
             scale = np.abs(wide).max(axis=1, keepdims=True) / 127
             expected[page, which, :, offset] = np.rint(wide / scale) * scale
     np.testing.assert_allclose(dequantized(after), expected, rtol=1e-6)

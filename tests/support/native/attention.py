@@ -3,12 +3,13 @@ in float64.
 
 Everything that a row must not read is NaN: pages of no row, offsets past a row's end, and positions before
 its window or chunk. Stale entries of page tables point anywhere. In a cache of int8 the reference attends to
-what `quantized` makes of keys and values, and it is the scales of such rows that are NaN.
+what `rounded` makes of keys and values, and it is the scales of such rows that are NaN.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +104,52 @@ def dequantized(rows: np.ndarray) -> np.ndarray:
     return rows[..., :-4].astype(np.float64) * scale.astype(np.float64)
 
 
+@functools.cache
+def spreading(dim: int) -> np.ndarray:
+    """Return the float64 matrix with which `kv_rows.spread` multiplies keys of so many channels."""
+    matrix, begin = np.zeros((dim, dim)), 0
+    while begin < dim:
+        size = 2 ** int(np.log2(dim - begin))
+        hadamard = np.ones((1, 1))
+        while len(hadamard) < size:
+            hadamard = np.kron([[1, 1], [1, -1]], hadamard)
+        pairs = [sum(i >> bit & i >> bit + 1 & 1 for bit in range(10)) for i in range(size)]
+        block = slice(begin, begin + size)
+        matrix[block, block] = hadamard * (-1.0) ** np.array(pairs) / np.sqrt(size)
+        begin += size
+    return matrix
+
+
+def spread(x: np.ndarray) -> np.ndarray:
+    """Multiply x [..., D] with `spreading(D)` in float32, by sums of two channels, which are 1 apart, then 2,
+    and so on.
+    """
+    parts, matrix, begin = [], spreading(x.shape[-1]), 0
+    while begin < x.shape[-1]:
+        size = np.count_nonzero(matrix[begin])
+        block = slice(begin, begin + size)
+        part = x[..., block].astype(np.float32) * np.sign(matrix[begin, block]).astype(np.float32)
+        at = np.arange(size)
+        for apart in [1 << bit for bit in range(10) if 1 << bit < size]:
+            part = part[..., at ^ apart] + np.where(at & apart, -part, part)
+        parts.append(part * np.float32(size**-0.5))
+        begin += size
+    return np.concatenate(parts, axis=-1)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Keys and values of floats [2, ..., D], or keys whose channels are the values [1, ..., D], as int8
+    [..., D + 4], as a cache holds them.
+    """
+    return quantized(x if len(x) == 1 else np.stack([spread(x[0]), x[1].astype(np.float32)]))
+
+
+def meant(rows: np.ndarray) -> np.ndarray:
+    """Return what rows of `rounded` stand for, in float64."""
+    x = dequantized(rows)
+    return x if len(x) == 1 else np.stack([x[0] @ spreading(x.shape[-1]), x[1]])
+
+
 def _nothing(shape: Shape, rng: np.random.Generator) -> np.ndarray:
     """Make a cache in which every row is NaN."""
     sizes = (shape.pages, shape.page, shape.kv_heads, shape.dim)
@@ -169,8 +216,8 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
     cache = _nothing(shape, rng)
     behind = -shape.dim % shape.lanes
     padded = lambda x: np.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, behind),))
-    kept = quantized if shape.is_int8 else padded
-    read = dequantized if shape.is_int8 else lambda x: x[..., : shape.dim]
+    kept = rounded if shape.is_int8 else padded
+    read = meant if shape.is_int8 else lambda x: x[..., : shape.dim]
     starts, q_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
     expected, writes, at = [], [], 0
     for row, case in enumerate(cases):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from penstock.runtime.ops.kv_rows import SCALE_BYTES, read_kv, write_kv
+from penstock.runtime.ops.kv_rows import SCALE_BYTES, read_kv, spread, write_kv
 
 
 class KVSpan(NamedTuple):
@@ -293,9 +293,8 @@ def sums_over_keys(
     if some is not None:
         places = jnp.pad(some.places[meta.block_rows], padding, constant_values=tables.shape[1])
     tables = jnp.pad(tables, padding)
-    queries = (
-        q.astype(jnp.float32)[meta.block_tokens].reshape(num_blocks, block_q, kv_heads, group, dim) * scale
-    )
+    wide = spread(q) if kv.dtype == jnp.int8 and value_dim is None else q.astype(jnp.float32)
+    queries = wide[meta.block_tokens].reshape(num_blocks, block_q, kv_heads, group, dim) * scale
     q_pos = meta.block_positions
     newest = q_pos if meta.reach is None else jnp.where(q_pos >= 0, meta.reach[meta.block_tokens], -1)
     kv_lens = meta.kv_lens[meta.block_rows]

@@ -10,6 +10,11 @@ array, as without int8, and what a head reads of a page is still one piece of me
 for heads of 128. A KV row is written once and never rounded again. Tokens always attend to what was rounded,
 their own keys and values included, so it changes no bits how a prompt is cut into chunks.
 
+Channels of real models' keys are of unlike sizes, and the largest of a key would leave few of the 127 steps
+to the others. So a key is spread before it is rounded (`spread`), and so is a query before it is multiplied
+with it, which leaves their product as it is. Values are not, because what is rounded off them costs little
+beside what is rounded off keys (bench/RESULTS.md). Keys whose channels are the values are not spread either.
+
 What lies past a row's end is never multiplied, not even by zero; tests fill it with NaN.
 """
 
@@ -57,6 +62,30 @@ def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.uint16) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
 
 
+def spread(x: Array) -> Array:
+    """Return keys or queries [..., D] as float32 in which each channel is a sum of many of x, with signs.
+    The transform is orthogonal, so the product of a query and a key stays if both are spread.
+
+    The channels are cut into blocks, each as large a power of two as still fits. In a block of n, channel i
+    changes its sign if two neighbouring bits of i are set an odd number of times (Rudin and Shapiro), so that
+    channels that are all alike do not meet in one sum; then comes Hadamard's transform, divided by sqrt(n).
+    Sums of channels that are 1 apart are made first. The native kernels compute the same bits.
+    """
+    lead, dim = x.shape[:-1], x.shape[-1]
+    blocks, begin = [], 0
+    while begin < dim:
+        size = 1 << (dim - begin).bit_length() - 1
+        signs = np.array([(-1.0) ** (i & i >> 1).bit_count() for i in range(size)], np.float32)
+        block = x[..., begin : begin + size].astype(jnp.float32) * jnp.broadcast_to(signs, (*lead, size))
+        for stage in range(size.bit_length() - 1):
+            pairs = block.reshape(*lead, size >> stage + 1, 2, 1 << stage)
+            first, second = pairs[..., 0, :], pairs[..., 1, :]
+            block = jnp.stack([first + second, first - second], axis=-2).reshape(*lead, size)
+        blocks.append(block * np.float32(size**-0.5))
+        begin += size
+    return jnp.concatenate(blocks, axis=-1)
+
+
 def quantize_rows(x: Array) -> Array:
     """Turn KV rows of floats [..., D] into int8 [..., D + 4]: the scale is the largest magnitude of a KV row
     divided by 127, and a number is the value divided by it, rounded to the nearest, ties to even.
@@ -84,6 +113,8 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
     cache of keys only. A write slot is page * page_size + offset; slots past the end are dropped.
     """
     page_size = kv.shape[3]
+    if kv.dtype == jnp.int8 and v_new is not None:
+        k_new, v_new = spread(k_new), v_new.astype(jnp.float32)
     new = k_new[:, None] if v_new is None else jnp.stack([k_new, v_new], axis=1)
     if kv.dtype == jnp.int8:
         new = quantize_rows(new)

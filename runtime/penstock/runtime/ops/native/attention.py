@@ -9,6 +9,9 @@ So work may be cut and shared in any way, and the bits stay. Decode rows whose p
 common parts once. Which parts make a task is planned once a step (`plan`), in a buffer as large as the
 shapes allow.
 
+Keys of an int8 cache are spread over their channels (`kv_rows.spread`), unless these are the values, too.
+Each task then spreads the queries that it loads, and rounds them to the model's dtype.
+
 Numbers of an int8 cache are multiplied without their scales: a key's scale multiplies its scores, a value's
 its probabilities before these are rounded. Scales of values that nobody attends to are not read, because they
 may be NaN; scores of such keys are masked. Without AMX queries and probabilities become int16 with a scale of

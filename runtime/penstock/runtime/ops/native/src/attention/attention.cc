@@ -38,9 +38,9 @@ void WriteTokens(const AttentionKernel& kernel, const AttentionJob& job, const P
                  const char* values, char* kv, int64_t begin, int64_t end) {
   const int64_t input_bytes = job.input_row_bytes(), bytes = job.cache_row_bytes();
   const int64_t plane = job.kv_heads * job.page_size * bytes;
-  const auto write = [&](char* to, const char* from) {
+  const auto write = [&](char* to, const char* from, int value) {
     if (job.int8) {
-      kernel.quantize(job, from, to);
+      kernel.quantize(job, from, value, to);
     } else {
       memcpy(to, from, bytes);
     }
@@ -51,9 +51,9 @@ void WriteTokens(const AttentionKernel& kernel, const AttentionJob& job, const P
     char* to = kv + page * job.planes() * plane + position % job.page_size * bytes;
     for (int64_t head = 0; head < job.kv_heads; ++head, to += job.page_size * bytes) {
       const int64_t from = (t * job.kv_heads + head) * input_bytes;
-      write(to, keys + from);
+      write(to, keys + from, 0);
       if (!job.keys_only) {
-        write(to + plane, values + from);
+        write(to + plane, values + from, 1);
       }
     }
   }

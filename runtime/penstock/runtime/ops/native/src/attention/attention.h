@@ -15,7 +15,8 @@ constexpr int kCols = 16;     // query columns of a tile: pairs (token, query he
 constexpr int kKeyTile = 16;  // keys that are handled together; page sizes are multiples of it
 constexpr int kSplit = 256;   // key positions per split
 constexpr int kSplitTiles = kSplit / kKeyTile;
-constexpr int kMaxTiles = 8;  // the most column tiles of a task with several tokens
+constexpr int64_t kMostDims = 576;  // channels of a key that is spread; attention.py allows no more
+constexpr int kMaxTiles = 8;        // the most column tiles of a task with several tokens
 
 // Some query tokens with their page table, and the splits they attend to together.
 struct AttentionTask {
@@ -52,6 +53,7 @@ struct AttentionJob {
   int64_t element() const { return bf16 ? 2 : 4; }
   int64_t input_row_bytes() const { return dim * element(); }                   // of a query, and of a new key or value
   int64_t cache_row_bytes() const { return int8 ? dim + 4 : dim * element(); }  // of a key or value in the cache
+  bool spreads() const { return int8 && !keys_only; }  // whether keys are spread (attention_spread.h)
   int64_t planes() const { return keys_only ? 1 : 2; }
   int64_t partial_floats() const { return group() * (value_dim + 2); }
   float* partial(int64_t token, int64_t split, int64_t kv_head) const {
@@ -75,8 +77,8 @@ struct AttentionUnit {
 struct AttentionKernel {
   void (*enter)();  // called on a thread before its units
   void (*leave)();
-  // Writes a new key or value to its row of an int8 cache.
-  void (*quantize)(const AttentionJob&, const char* from, char* to);
+  // Writes a new key (value = 0) or value (value = 1) to its row of an int8 cache.
+  void (*quantize)(const AttentionJob&, const char* from, int value, char* to);
   int64_t (*scratch_bytes)(const AttentionJob&, int64_t tiles);
   // `next` is the unit that this thread computes afterwards: its first keys are prefetched.
   void (*run)(const AttentionJob&, const AttentionUnit& unit, const AttentionUnit& next, char* scratch);

@@ -62,6 +62,7 @@ struct Memory {
   float *key_scales, *value_scales;
   char* tile;        // a copy of a tile of values, for attention_lanes.h
   uint32_t* turned;  // probabilities as AMX's A operand
+  char* spread;      // queries of a tile of columns, where keys are spread
   int64_t query_words;
 
   Memory(const AttentionJob& job, int64_t tiles, Carver& carver) {
@@ -80,6 +81,7 @@ struct Memory {
     value_scales = converts && job.keys_only ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
     tile = carver.Take<char>(kForm == Form::kInPlace && !job.int8 ? kKeyTile * job.cache_row_bytes() : 0);
     turned = carver.Take<uint32_t>(kForm == Form::kTiles ? kWide<kForm> * kSplit / 2 * kCols : 0);
+    spread = carver.Take<char>(job.spreads() ? kCols * job.input_row_bytes() : 0);
     sums_values_ = values_of_sums;
   }
   void Link(int64_t tiles, int64_t value_dim) {
@@ -107,7 +109,7 @@ float PrepareQuery(const char* query, int column, int64_t dim, float* queries) {
 
 template <Form kForm>
 void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int first, Columns& c,
-                 float* queries) {
+                 char* spread, float* queries) {
   const int64_t group = job.group(), words = Memory<kForm>::Words(job.dim);
   c.count = Min(kCols, task.column_end - first);
   c.min_oldest = c.min_newest = INT32_MAX;
@@ -133,7 +135,12 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
     c.max_oldest = Max(c.max_oldest, c.oldest[i]);
     c.min_newest = Min(c.min_newest, c.newest[i]);
     c.max_newest = Max(c.max_newest, c.newest[i]);
-    const char* q = job.q + (token * job.heads + head) * job.dim * job.element();
+    const char* q = job.q + (token * job.heads + head) * job.input_row_bytes();
+    if (job.spreads()) {
+      char* to = spread + i * job.input_row_bytes();
+      SpreadQuery(job, q, to);
+      q = to;
+    }
     if constexpr (kForm == Form::kTiles) {
       rows[i] = reinterpret_cast<const uint32_t*>(q);
       continue;

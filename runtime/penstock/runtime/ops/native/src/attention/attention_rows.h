@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "attention/attention.h"
+#include "attention/attention_spread.h"
 #include "common/common.h"
 #include "common/int8.h"
 #include "common/vec.h"
@@ -16,20 +17,31 @@ namespace penstock {
 namespace {
 
 template <typename T>
-void QuantizeTo(const char* from, int64_t dim, char* to) {
-  const T* numbers = reinterpret_cast<const T*>(from);
+void QuantizeTo(const T* numbers, int64_t dim, char* to) {
   const float peak = RowPeak(numbers, dim), scale = peak < kLeastPeak ? 0.0f : peak * (1.0f / 127.0f);
   Quantize(numbers, dim, Int8Inverse(peak), reinterpret_cast<int8_t*>(to));
   memcpy(to + dim, &scale, sizeof scale);
 }
 
-// Writes a new key or value to its row of an int8 cache, with the same bits as quantize_rows of kv_rows.py. If a number
-// is not finite, the scale is not either.
-inline void QuantizeRow(const AttentionJob& job, const char* from, char* to) {
+template <typename T>
+void QuantizeFrom(const T* numbers, int64_t dim, bool spreads, char* to) {
+  if (!spreads) {
+    QuantizeTo(numbers, dim, to);
+    return;
+  }
+  alignas(64) float spread[kMostDims];
+  Spread(numbers, dim, spread);
+  QuantizeTo(spread, dim, to);
+}
+
+// Writes a new key (value = 0) or value (value = 1) to its row of an int8 cache, with the same bits as quantize_rows of
+// kv_rows.py. If a number is not finite, the scale is not either.
+inline void QuantizeRow(const AttentionJob& job, const char* from, int value, char* to) {
+  const bool spreads = job.spreads() && value == 0;
   if (job.bf16) {
-    QuantizeTo<uint16_t>(from, job.dim, to);
+    QuantizeFrom(reinterpret_cast<const uint16_t*>(from), job.dim, spreads, to);
   } else {
-    QuantizeTo<float>(from, job.dim, to);
+    QuantizeFrom(reinterpret_cast<const float*>(from), job.dim, spreads, to);
   }
 }
 

@@ -50,7 +50,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
   Sums* split_sums = memory.sums + tiles;
   for (int64_t t = 0; t < tiles; ++t) {
     LoadColumns<kForm>(job, task, unit.kv_head, task.column_begin + static_cast<int>(t * kCols), memory.columns[t],
-                       memory.queries + t * memory.query_words * kCols);
+                       memory.spread, memory.queries + t * memory.query_words * kCols);
     if (!task.partial) {
       Clear(memory.sums[t], value_dim);
     }

@@ -7,6 +7,7 @@
 //   Add, Sub, Mul, Div   lane by lane
 //   MulAdd(a, b, c)      a * b + c, rounded once
 //   Total                the sum of all lanes
+//   Swapped<kApart>      in lane i what lane i ^ kApart has; kApart is 1, 2, 4 or 8
 //   Clip(a, low, high)   a within [low, high]; NaN stays NaN
 //   LargerSize(size, b)  the larger of `size`, which is not negative, and the size of b. As integers, the bits of sizes
 //                        have the same order as the sizes, and NaN is the largest

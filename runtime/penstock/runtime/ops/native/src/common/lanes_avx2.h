@@ -28,6 +28,18 @@ inline Lanes MulAdd(Lanes a, Lanes b, Lanes c) {
 }
 inline Lanes Div(Lanes a, Lanes b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
 
+template <int kApart>
+inline Lanes Swapped(Lanes a) {
+  if constexpr (kApart == 8) {
+    return {a.high, a.low};
+  }
+  if constexpr (kApart == 4) {
+    return {_mm256_permute2f128_ps(a.low, a.low, 1), _mm256_permute2f128_ps(a.high, a.high, 1)};
+  }
+  constexpr int kOrder = kApart == 2 ? 0x4e : 0xb1;
+  return {_mm256_permute_ps(a.low, kOrder), _mm256_permute_ps(a.high, kOrder)};
+}
+
 inline float Total(Lanes a) {
   const __m256 eight = _mm256_add_ps(a.low, a.high);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

@@ -22,6 +22,17 @@ inline void Store(float* to, Lanes a) { _mm512_storeu_ps(to, a.v); }
 inline Lanes Fill(float value) { return {_mm512_set1_ps(value)}; }
 inline Lanes Add(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes Sub(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
+template <int kApart>
+inline Lanes Swapped(Lanes a) {
+  if constexpr (kApart >= 4) {
+    const __m512i words = _mm512_castps_si512(a.v);
+    return {_mm512_castsi512_ps(_mm512_shuffle_i32x4(words, words, kApart == 4 ? 0xb1 : 0x4e))};
+  }
+  const __m512i two = _mm512_setr_epi32(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  const __m512i one = _mm512_setr_epi32(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  return {_mm512_permutex2var_ps(a.v, kApart == 2 ? two : one, a.v)};
+}
+
 inline float Total(Lanes a) { return _mm512_reduce_add_ps(a.v); }
 inline Lanes Mul(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Lanes MulAdd(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
