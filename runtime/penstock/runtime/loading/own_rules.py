@@ -50,5 +50,7 @@ def _device(rule: LoadRule) -> int:
 
 
 def _moved(rule: LoadRule, by: int) -> LoadRule:
+    if not by:  # those of a leader are its own as they are, and there may be tens of thousands
+        return rule
     targets = tuple(replace(target, at=(target.at[0] - by, *target.at[1:])) for target in rule.targets)
     return replace(rule, targets=targets)
