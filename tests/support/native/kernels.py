@@ -126,6 +126,8 @@ _AMX_PARTS = (
     "linear/linear",
     "linear/linear_amx",
     "linear/linear_avx512",
+    "float32/float32",
+    "float32/float32_amx",
     "experts/plan",
     "experts/products",
     "experts/experts",
@@ -146,6 +148,7 @@ _AMX = _Library(
     ),
     (
         "penstock_linear",
+        "penstock_float32",
         "penstock_experts",
         "penstock_batched",
         "penstock_attention_plan",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.float32 import can_pack, multiply
 from penstock.runtime.ops.native.linear import pack, unpack
-from tests.support.native.kernels import kernel_params, running
+from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
 from tests.support.suite.drawing import few
 
 EPS = 1e-6
@@ -28,10 +28,11 @@ UNIT = 2.0**-24
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
-@pytest.fixture(params=kernel_params("avx2", "avx512", "avx512_emulated"), autouse=True)
+@pytest.fixture(params=kernel_params("avx2", "avx512", "amx", EMULATED_AMX, "avx512_emulated"), autouse=True)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param):
         yield request.param
+        assert request.param != EMULATED_AMX or threads_with_tiles() == 0
 
 
 class Layer:
@@ -142,6 +143,69 @@ def test_a_row_without_numbers_disturbs_no_other() -> None:
     disturbed = layer.call(**options)
     assert np.isnan(disturbed[4]).all()
     np.testing.assert_array_equal(np.delete(disturbed, 4, axis=0), np.delete(usual, 4, axis=0))
+
+
+def test_sums_are_as_exact_as_those_of_float32() -> None:
+    """The witness rounds each product and each sum to float32, as numpy does it."""
+    layer = Layer(np.random.default_rng(11), 40, 64, 384)
+    exact, _ = layer.product()
+    chain = np.zeros(exact.shape, np.float32)
+    for i in range(layer.x.shape[1]):
+        chain += layer.x[:, i : i + 1] * layer.weight[None, :, i]
+
+    def error(of: np.ndarray) -> float:
+        return float(np.sqrt(np.mean((of - exact) ** 2)))
+
+    assert error(layer.call()) < error(chain)
+
+
+FLOATS = st.floats(2.0**-100, float(np.finfo(np.float32).max), width=32)
+
+
+@settings(max_examples=20)
+@given(
+    values=st.lists(st.one_of(FLOATS, FLOATS.map(lambda value: -value), st.just(0.0)), min_size=8),
+    place=st.integers(0, 47),
+)
+def test_all_bits_of_a_value_are_multiplied(values: list[float], place: int) -> None:
+    """Among zeros, a value times one is that value, whichever of the two is the weight."""
+    layer = Layer(np.random.default_rng(1), 16, 16, 48)
+    drawn = np.resize(np.float32(values), 16)
+    layer.x[:] = layer.weight[:] = 0
+    layer.x[:, place], layer.weight[:, place] = drawn, 1
+    layer.tiles = jnp.asarray(pack(layer.weight))
+    np.testing.assert_array_equal(layer.call(), np.broadcast_to(drawn[:, None], (16, 16)))
+    layer.x[:, place], layer.weight[:, place] = 1, drawn
+    layer.tiles = jnp.asarray(pack(layer.weight))
+    np.testing.assert_array_equal(layer.call(), np.broadcast_to(drawn, (16, 16)))
+
+
+def test_numbers_near_the_least() -> None:
+    """Below 2^-126 a part of a number, or of a product, may count as zero, and no more than that."""
+    least = 2.0**-126
+    layer = Layer(np.random.default_rng(5), 20, 32, 64)
+    layer.x *= np.float32(2.0**-120) * np.float32(2.0) ** np.arange(0, 20, dtype=np.float32)[:, None]
+    layer.x[0] *= np.float32(2.0**-20)  # below the least normal number
+    exact, error = layer.product()
+    lost = least * (np.abs(layer.weight).sum(axis=1) + 6 * 64)
+    assert (np.abs(layer.call() - exact) <= error + 2 * lost).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_infinite_does_not_become_finite(value: float) -> None:
+    layer = Layer(np.random.default_rng(7), 18, 48, 80)
+    usual = layer.call()
+    layer.x[17, 3] = value
+    made = layer.call()
+    assert not np.isfinite(made[17]).any()
+    np.testing.assert_array_equal(made[:17], usual[:17])
+    layer.x[17, 3] = 1
+    usual = layer.call()
+    layer.weight[20, 79] = value
+    layer.tiles = jnp.asarray(pack(layer.weight))
+    made = layer.call()
+    assert not np.isfinite(made[:, 20]).any()
+    np.testing.assert_array_equal(np.delete(made, 20, axis=1), np.delete(usual, 20, axis=1))
 
 
 def test_packing() -> None:

@@ -1,8 +1,9 @@
 """Linear layers of encoders in float32: the Python side of `penstock_float32` (src/float32/float32.h).
 
-XLA multiplies large matrices almost as fast. What the kernel gains is in few rows, and in what it does in the
-same call: it adds bias and residual, computes the activation between two layers and the layer norm behind
-them, and skips padding. A row of results depends on its own row of operands alone, bit for bit.
+Besides the product it adds bias and residual, computes the activation between two layers and the layer norm
+behind them, and skips padding. AMX multiplies pieces of bfloat16, see src/float32/float32_amx.cc; where it is
+missing, large matrices are multiplied almost as fast by XLA. A row of results depends on its own row of
+operands alone, bit for bit.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 #include "common/cpu.h"
 #include "common/guarded.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace penstock {
@@ -25,7 +26,7 @@ ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ff
                    ffi::Buffer<ffi::F32> tiles, ffi::Buffer<ffi::F32> vectors, ffi::Buffer<ffi::F32> residual,
                    ffi::Result<ffi::Buffer<ffi::F32>> y, int32_t plain, bool normed, float eps, float offset,
                    int64_t bias, int64_t norm, int64_t norm_bias) {
-  const auto found = ForCurrentIsa(Float32Avx2, Float32Avx512, Float32Avx512, Float32Avx512);
+  const auto found = ForCurrentIsa(Float32Avx2, Float32Avx512, Float32Avx512, Float32Amx);
   if (!found) {
     return ffi::Error::Internal("no kernel for this processor");
   }
@@ -71,10 +72,19 @@ ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ff
   const int64_t worth = Max<int64_t>(1, CeilDiv(rows, groups) * n * k / kUnitProducts);
   const int64_t parts = Min(pairs, Min(wanted, worth));
   const auto block = [&](int64_t part) { return Min(part * pairs / parts * kernel.blocks_together, n / 16); };
+  if (kernel.divide && groups > 1) {
+    char* pieces = Scratch<struct Float32Divided>(kernel.pieces_bytes(job));
+    ParallelFor(pool, pairs, [&](int64_t pair) {
+      const int64_t first = pair * kernel.blocks_together;
+      kernel.divide(job, first, Min(kernel.blocks_together, n / 16 - first), pieces);
+    });
+    job.pieces = pieces;
+  }
+  const int64_t panels = CeilDiv(rows, kernel.rows_together);
+  const auto row = [&](int64_t group) { return Min(group * panels / groups * kernel.rows_together, rows); };
   ParallelFor(pool, groups * parts, [&](int64_t unit) {
     const int64_t group = unit / parts, part = unit % parts;
-    const int64_t first = group * rows / groups, last = (group + 1) * rows / groups;
-    kernel.multiply(job, first, last - first, block(part), block(part + 1) - block(part));
+    kernel.multiply(job, row(group), row(group + 1) - row(group), block(part), block(part + 1) - block(part));
   });
   if (job.normed) {
     const int64_t per_call = Max<int64_t>(1, kNumbersPerCall / n);

@@ -10,11 +10,12 @@
 
 namespace penstock {
 
-// y = norm(residual + plain(x W^T + bias)), all in float32. Each output is one chain of fused products in ascending
-// order of inputs, whatever the number of rows, so its bits depend on its own row alone.
+// y = norm(residual + plain(x W^T + bias)), all in float32. Each output is one chain of products in ascending order of
+// inputs, whatever the number of rows, so its bits depend on its own row alone.
 struct Float32Job {
   const float* x;         // [rows, k]
   const float* weight;    // packed
+  const char* pieces;     // of the weight, which the kernel has divided; or null
   const float* bias;      // [n], or null
   const float* residual;  // [rows, n], or null
   float* y;               // [rows, n]
@@ -29,6 +30,11 @@ struct Float32Job {
 // The kernels of one instruction set.
 struct Float32Kernel {
   int64_t blocks_together;  // how many blocks of 16 outputs are multiplied at once
+  int64_t rows_together;    // how many rows of x
+  // If there is such a form: the bytes of a weight's pieces, and what makes those of some blocks. That is worth while
+  // where several units multiply the same blocks; a unit whose job has none makes its own.
+  int64_t (*pieces_bytes)(const Float32Job&);
+  void (*divide)(const Float32Job&, int64_t block, int64_t blocks, char* pieces);
   // Computes y before the norm, for rows from `row` on and blocks of 16 outputs from `block` on.
   void (*multiply)(const Float32Job&, int64_t row, int64_t rows, int64_t block, int64_t blocks);
   // Replaces rows of y by their norm.
@@ -37,5 +43,6 @@ struct Float32Kernel {
 
 const Float32Kernel& Float32Avx2();
 const Float32Kernel& Float32Avx512();
+const Float32Kernel& Float32Amx();
 
 }  // namespace penstock

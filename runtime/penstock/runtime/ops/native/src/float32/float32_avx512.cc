@@ -3,7 +3,7 @@
 namespace penstock {
 
 const Float32Kernel& Float32Avx512() {
-  static const Float32Kernel kernel{kBlocks, MultiplyRows, NormalizeRows};
+  static const Float32Kernel kernel{kBlocks, kRows, nullptr, nullptr, MultiplyRows, NormalizeRows};
   return kernel;
 }
 
