@@ -135,6 +135,9 @@ void SumColumns(const ValueRows& rows, const float* probabilities, int64_t dims,
   for (; dim + 4 * Vec::kWidth <= dims; dim += 4 * Vec::kWidth) {
     SumBlock<kC, 4>(rows, probabilities, dim, dims, out);
   }
+  for (; dim + 2 * Vec::kWidth <= dims; dim += 2 * Vec::kWidth) {
+    SumBlock<kC, 2>(rows, probabilities, dim, dims, out);
+  }
   for (; dim < dims; dim += Vec::kWidth) {
     SumBlock<kC, 1>(rows, probabilities, dim, dims, out);
   }
