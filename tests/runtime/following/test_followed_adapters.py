@@ -17,7 +17,7 @@ from penstock.runtime.following.interface import Call
 from penstock.runtime.following.joining import check_adapters
 from penstock.runtime.following.leading import LeadingCalls
 from penstock.runtime.following.repeating import Repeater
-from penstock.runtime.requests.adapter import digest_of_values
+from penstock.runtime.ops.native.hashing import digest_of_values
 from tests.runtime.following.test_repeating import CONFIG
 
 POOL = np.zeros((2, 4, 6), ml_dtypes.bfloat16)

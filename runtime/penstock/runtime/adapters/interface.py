@@ -22,8 +22,8 @@ class AdapterInfo:
 
     name: str
     digest: str
-    """SHA-256 of its numbers as they go to the device, in hexadecimal: those with equal digests answer alike.
-    Empty while it loads.
+    """SHA-256, in hexadecimal, of the SHA-256s of each 16 KiB of its numbers as they go to the device: those
+    with equal digests answer alike. Empty while it loads.
     """
     rank: int
     """The largest rank of its matrices."""

@@ -7,6 +7,7 @@ adapter, so only those are taken that match any name quickly.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -14,24 +15,20 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.adapters.interface import AdapterTensors
+from penstock.runtime.adapters.packing import Packer, Part, Tensors
 from penstock.runtime.errors import AdapterFormatError, ConfigError
 from penstock.runtime.loading.dtypes import DTYPES
-from penstock.runtime.loading.safetensors_files import TensorEntry, header_of
+from penstock.runtime.loading.safetensors_files import header_of
 from penstock.runtime.models.adapted import AdaptedModel, ExpertLayers
+from penstock.runtime.ops.native.hashing import digest_of_values
 from penstock.runtime.ops.native.linear import BLOCK_OUT
-from penstock.runtime.requests.adapter import (
-    AdapterBlock,
-    AdapterValues,
-    AdapterWeights,
-    digest_of_values,
-    integers_like,
-)
+from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.sent_tensors import SentTensor
 
 CONFIG_NAME: Final = "adapter_config.json"
@@ -71,10 +68,12 @@ class LoraConfig:
     rank: int
     alpha: float
     use_rslora: bool
-    ranks: Mapping[str, int]
-    """Pattern to rank."""
-    alphas: Mapping[str, float]
-    """Pattern to alpha."""
+    ranks: tuple[tuple[str, int], ...]
+    """Patterns, each with its rank."""
+    alphas: tuple[tuple[str, float], ...]
+    """Patterns, each with its alpha."""
+    modules: tuple[str, ...]
+    """The ends of the names of layers of which some must be changed, each."""
     parameters: tuple[str, ...]
     """The ends of the names of parameters that are changed and belong to no linear layer: those that stack
     experts."""
@@ -111,6 +110,7 @@ def read_config(fields: Mapping[str, Any]) -> LoraConfig:
         use_rslora=rslora,
         ranks=_patterns(fields, "rank_pattern", _rank),
         alphas=_patterns(fields, "alpha_pattern", _number),
+        modules=tuple(targets) if isinstance(targets := fields.get("target_modules"), list) else (),
         parameters=tuple(fields.get("target_parameters") or ()),
     )
 
@@ -132,13 +132,15 @@ def _check_targets(fields: Mapping[str, Any]) -> None:
         raise _of_field("layers_to_transform", "must be a number or a list of numbers")
 
 
-def _patterns(fields: Mapping[str, Any], name: str, read: Callable[[str, object], Any]) -> dict[str, Any]:
+def _patterns(
+    fields: Mapping[str, Any], name: str, read: Callable[[str, object], Any]
+) -> tuple[tuple[str, Any], ...]:
     found = fields.get(name) or {}
     if not isinstance(found, dict) or len(found) > 1000:
         raise _of_field(name, "must map at most 1,000 patterns")
     for pattern in found:
         _check_pattern(name, pattern)
-    return {pattern: read(name, value) for pattern, value in found.items()}
+    return tuple((pattern, read(name, value)) for pattern, value in found.items())
 
 
 def _check_pattern(field: str, pattern: str) -> None:
@@ -167,9 +169,9 @@ def _num_choices(pattern: str) -> int:
     return product * math.prod(count + 1 for count in bars)
 
 
-def _by_pattern(found: Mapping[str, float], name: str, default: float) -> float:
+def _by_pattern(found: Iterable[tuple[str, float]], name: str, default: float) -> float:
     """Return what the first pattern says that the end of the name matches, as PEFT has it."""
-    for pattern, value in found.items():
+    for pattern, value in found:
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value
     return default
@@ -211,6 +213,22 @@ class _Half:
         return self.experts or ((self.layer,),)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What becomes of the tensors of an adapter, whatever their numbers are."""
+
+    packer: Packer
+    rank: int
+    scaling: float
+    targets: tuple[str, ...]
+
+
+_Described: TypeAlias = tuple[str, tuple[int, ...], np.dtype[Any]]
+"""The name, the shape and the dtype of a tensor."""
+_MOST_PLANS = 4
+"""How many plans are kept. One for a mixture of experts has ten thousands of parts."""
+
+
 class AdapterReader:
     """Makes adapters of one model ready for the device."""
 
@@ -221,23 +239,24 @@ class AdapterReader:
         for name in model.layers:
             root = next(root for root in sorted(_ROOTS, key=len, reverse=True) if name.startswith(root))
             self._by_rest[name.removeprefix(root)] = name
+        # Adapters of one trainer differ in nothing but their numbers, and a layer's name takes some time.
+        self._planned = functools.lru_cache(_MOST_PLANS)(self._checked)
 
     def read(self, source: Path | AdapterTensors) -> AdapterWeights:
         """Read an adapter and check it. AdapterFormatError names the first tensor or field that is wrong, and
         not where the folder lies: whoever names an adapter in a request may see it.
         """
         if isinstance(source, AdapterTensors):
-            tensors = list(source.tensors)
-            described = ((name, each.shape, each.dtype) for name, each in tensors)
-            return self._made(*self._check_all(source.config, described), tensors)
+            given = [(name, np.asarray(each)) for name, each in source.tensors]
+            plan = self._plan(source.config, ((name, each.shape, each.dtype) for name, each in given))
+            return self._made(plan, Tensors.in_memory(dict(given)))
         try:
             with (source / TENSORS_NAME).open("rb") as file:
                 before = os.fstat(file.fileno())
                 config = _read_json(source / CONFIG_NAME)
                 entries = header_of(source / TENSORS_NAME, file.fileno())
-                described = ((name, each.shape, each.dtype) for name, each in entries.items())
-                checked = self._check_all(config, described)
-                weights = self._made(*checked, _tensors_of(file.fileno(), entries))
+                plan = self._plan(config, ((name, each.shape, each.dtype) for name, each in entries.items()))
+                weights = self._made(plan, Tensors.in_file(file.fileno(), entries))
                 after = os.stat(source / TENSORS_NAME)
                 told = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in (before, after)]
                 if told[0] != told[1] or _read_json(source / CONFIG_NAME) != config:
@@ -251,15 +270,16 @@ class AdapterReader:
         """Check the names, shapes and dtypes of tensors whose values are still to come. config: what
         adapter_config.json holds. Raises AdapterFormatError as `read` does.
         """
-        self._check_all(config, ((each.name, each.shape, DTYPES[each.dtype]) for each in tensors))
+        self._plan(config, ((each.name, each.shape, DTYPES[each.dtype]) for each in tensors))
 
-    def _check_all(
-        self, fields: Mapping[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]
-    ) -> tuple[LoraConfig, dict[str, _Half]]:
-        """Check all that can be told from the names, shapes and dtypes of tensors. Returns the options, and
-        which matrix each tensor is.
+    def _plan(self, fields: Mapping[str, Any], tensors: Iterable[_Described]) -> _Plan:
+        """Check all that can be told from the config and the names, shapes and dtypes of tensors, and tell
+        what becomes of them.
         """
-        config, names, taken = read_config(fields), dict[_Half, str](), set[tuple[str, bool]]()
+        return self._planned(read_config(fields), tuple(tensors))
+
+    def _checked(self, config: LoraConfig, tensors: tuple[_Described, ...]) -> _Plan:
+        names, taken = dict[_Half, str](), set[tuple[str, bool]]()
         for name, shape, dtype in tensors:
             half = self._check(config, name, shape, dtype)
             # The layers of an expert may be named, and may be in a stack, which may have several names.
@@ -273,29 +293,59 @@ class AdapterReader:
         for half, name in names.items():
             if replace(half, is_b=not half.is_b) not in names:
                 raise AdapterFormatError(f"the other matrix of {half.layer} is missing", tensor=name)
-        _check_complete(fields, config, {half.layer for half in names})
-        return config, {name: half for half, name in names.items()}
-
-    def _made(
-        self,
-        config: LoraConfig,
-        halves: Mapping[str, _Half],
-        tensors: Iterable[tuple[str, NDArray[np.generic]]],
-    ) -> AdapterWeights:
-        model, layers = self._model, {half.layer for half in halves.values()}
-        blocks: list[AdapterBlock] = []
-        for name, tensor in tensors:
-            half = halves[name]
-            factor = config.scaling_of(half.layer) if half.is_b else 1.0
-            blocks += self._blocks(half, _scaled(name, tensor, factor, model.dtype))
-        values = AdapterValues(model.devices, model.size * self._rank, model.dtype, tuple(blocks)).to_keep()
-        return AdapterWeights(
-            values=values,
-            digest=digest_of_values(values.whole()),
+        layers = {half.layer for half in names}
+        _check_complete(config, layers)
+        model = self._model
+        parts = [part for half, name in names.items() for part in self._parts(config, name, half)]
+        described = {name: (shape, dtype) for name, shape, dtype in tensors}
+        return _Plan(
+            Packer(parts, described, model.devices, model.size * self._rank, model.dtype),
             rank=max(config.rank_of(layer) for layer in layers),
             scaling=max(config.scaling_of(layer) for layer in layers),
             targets=tuple(sorted({layer.rpartition(".")[2] for layer in layers})),
         )
+
+    def _made(self, plan: _Plan, tensors: Tensors) -> AdapterWeights:
+        values = plan.packer.pack(tensors)
+        return AdapterWeights(
+            values=values,
+            digest=digest_of_values(values.whole()),
+            rank=plan.rank,
+            scaling=plan.scaling,
+            targets=plan.targets,
+        )
+
+    def _parts(self, config: LoraConfig, name: str, half: _Half) -> Iterator[Part]:
+        """Yield what becomes of a tensor. Of a stack of experts the layers of each lie side by side."""
+        rank, scaling = config.rank_of(half.layer), config.scaling_of(half.layer) if half.is_b else 1.0
+        for expert, layers in enumerate(half.layers):
+            first = 0
+            for layer in layers:
+                found = self._model.layers[layer]
+                for each in found.parts:
+                    place = each.place
+                    begin, width = (
+                        (place.b_at(each.part), place.parts[each.part])
+                        if half.is_b
+                        else (place.a_at(each.part), self._rank)
+                    )
+                    if place.packed:
+                        width = self._rank * (BLOCK_OUT if half.is_b else 2)
+                    for piece in each.pieces:
+                        yield Part(
+                            tensor=name,
+                            device=piece.device,
+                            begin=begin * self._rank,
+                            width=width,
+                            is_b=half.is_b,
+                            is_packed=place.packed,
+                            rank=rank,
+                            scaling=scaling,
+                            taken=_behind(piece.outputs, first) if half.is_b else piece.inputs,
+                            expert=expert,
+                            num_experts=len(half.layers),
+                        )
+                first += found.out_size
 
     def _check(self, config: LoraConfig, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Half:
         """Tell which matrix a tensor is. AdapterFormatError if its name, shape or dtype cannot be right."""
@@ -351,84 +401,12 @@ class AdapterReader:
         stack = self._model.stacks.get((int(match[1]), name.rpartition(".")[2]))
         return None if stack is None else (name, stack)
 
-    def _blocks(self, half: _Half, matrix: NDArray[np.generic]) -> Iterator[AdapterBlock]:
-        """Yield what each device has of a matrix in the model's dtype, B times its scaling. In a stack of
-        experts the rows of A are sorted by expert, and the columns of B by rank and then by expert.
-        """
-        if not half.experts:
-            yield from self._blocks_of_layer(half.layer, half.is_b, matrix)
-        count = len(half.experts)
-        for expert, names in enumerate(half.experts):
-            if half.is_b:
-                own, begin = matrix.reshape(len(matrix), -1, count)[:, :, expert], 0
-                for name in names:
-                    end = begin + self._model.layers[name].out_size
-                    yield from self._blocks_of_layer(name, half.is_b, own[begin:end])
-                    begin = end
-            else:
-                own = matrix.reshape(count, -1, matrix.shape[1])[expert]
-                for name in names:
-                    yield from self._blocks_of_layer(name, half.is_b, own)
 
-    def _blocks_of_layer(self, layer: str, is_b: bool, matrix: NDArray[np.generic]) -> Iterator[AdapterBlock]:
-        rank, dtype = self._rank, matrix.dtype
-        matrix = matrix.view(integers_like(dtype))
-        for each in self._model.layers[layer].parts:
-            place, part = each.place, each.part
-            for piece in each.pieces:
-                if is_b:
-                    own, begin, width = matrix[piece.outputs], place.b_at(part), place.parts[part]
-                else:
-                    own, begin, width = matrix[:, piece.inputs], place.a_at(part), rank
-                if place.packed:
-                    kept = _packed_b(own) if is_b else _packed_a(own)
-                    width = rank * (BLOCK_OUT if is_b else 2)
-                else:
-                    kept = np.array(own.T, order="C")  # a copy: the tensor may be the caller's
-                yield AdapterBlock(piece.device, begin * rank, width, kept.view(dtype))
-
-
-def _packed_a(matrix: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Pack A [rank, in] for native kernels: a row for two inputs, with the pairs of each rank."""
-    return np.array(_pairs(matrix).T, order="C").view(matrix.dtype)
-
-
-def _packed_b(matrix: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Pack B [out, rank] for native kernels: a row for each block of outputs, with their pairs of each two
-    ranks.
-    """
-    even = np.pad(matrix, ((0, 0), (0, 1))) if matrix.shape[1] % 2 else matrix
-    blocks = _pairs(even).reshape(-1, BLOCK_OUT, even.shape[1] // 2).transpose(0, 2, 1)
-    return np.array(blocks, order="C").reshape(len(blocks), -1).view(matrix.dtype)
-
-
-def _pairs(matrix: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Return integers that are pairs of neighbours in a row: numpy moves these faster than two numbers."""
-    return np.ascontiguousarray(matrix).view(f"u{2 * matrix.dtype.itemsize}")
-
-
-def _scaled(
-    name: str, tensor: NDArray[np.generic], factor: float, dtype: np.dtype[Any]
-) -> NDArray[np.generic]:
-    """Return a tensor times a factor in the model's dtype. AdapterFormatError if that is not finite."""
-    values = np.asarray(tensor)
-    if values.dtype != dtype or factor != 1.0:
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
-            values = (values.astype(np.float32) * np.float32(factor)).astype(dtype)
-    if not _is_finite(values):
-        if not np.isfinite(np.asarray(tensor).astype(np.float32)).all():
-            raise AdapterFormatError("it has NaN or infinity", tensor=name)
-        raise AdapterFormatError(f"its numbers, times the scaling, are too large for {dtype}", tensor=name)
-    return values
-
-
-def _is_finite(values: NDArray[np.generic]) -> bool:
-    """Say whether no value is NaN or infinite."""
-    if values.dtype.name != "bfloat16":
-        return bool(np.isfinite(values).all())
-    # ml_dtypes takes four times as long as numpy does for integers of this size.
-    sizes = values.view(np.uint16) & np.uint16(0x7FFF)
-    return not sizes.size or bool(sizes.max() < 0x7F80)
+def _behind(outputs: slice | NDArray[np.intp], first: int) -> slice | NDArray[np.intp]:
+    """Return the outputs of a layer, of which `first` others lie before them."""
+    if isinstance(outputs, slice):
+        return slice(first + outputs.start, first + outputs.stop)
+    return first + outputs
 
 
 def _ends_in(name: str, ends: Iterable[str]) -> bool:
@@ -436,17 +414,14 @@ def _ends_in(name: str, ends: Iterable[str]) -> bool:
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
-def _check_complete(fields: Mapping[str, Any], config: LoraConfig, layers: Collection[str]) -> None:
+def _check_complete(config: LoraConfig, layers: Collection[str]) -> None:
     """Raise AdapterFormatError if a name in `target_modules` or `target_parameters` has no tensors at all."""
     lacking = [end for end in config.parameters if not any(_ends_in(name, (end,)) for name in layers)]
     if lacking:
         raise _of_field("target_parameters", f"there are no tensors for {', '.join(lacking)[:200]}")
-    targets = fields.get("target_modules")
-    if isinstance(targets, list):
-        found = tuple(f".{layer}" for layer in layers)
-        lacking = sorted(t for t in targets if not any(name.endswith(f".{t}") for name in found))
-        if lacking:
-            raise _of_field("target_modules", f"there are no tensors for {', '.join(lacking)[:200]}")
+    lacking = sorted(end for end in config.modules if not any(_ends_in(name, (end,)) for name in layers))
+    if lacking:
+        raise _of_field("target_modules", f"there are no tensors for {', '.join(lacking)[:200]}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -461,16 +436,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise AdapterFormatError(f"{path.name} holds no object")
     return fields
-
-
-def _tensors_of(
-    descriptor: int, entries: Mapping[str, TensorEntry]
-) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Yield the tensors of an open file. They are read, not mapped: a file that another program makes shorter
-    would end this process.
-    """
-    for name, entry in entries.items():
-        data = os.pread(descriptor, entry.num_bytes, entry.offset)
-        if len(data) != entry.num_bytes:
-            raise AdapterFormatError("the file became shorter while it was read", tensor=name)
-        yield name, np.frombuffer(data, entry.dtype).reshape(entry.shape)

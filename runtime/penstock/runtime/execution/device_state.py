@@ -97,7 +97,7 @@ class DeviceState:
             assert text is not None, "windows guess by a text"
             known = np.where(text < config.vocab_size, text, NO_TOKEN)
             self.text = jax.device_put(text_tables(known, config.text_guesses), self.sharding)
-        backend.use_huge_pages((*self.leaves, *self.draft_leaves))
+        backend.use_huge_pages((*self.leaves, *self.draft_leaves, *self.adapters))
 
     # -- weights --
 

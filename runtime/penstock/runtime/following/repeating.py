@@ -14,7 +14,7 @@ from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.following.interface import CHECKED, Call, Kind
 from penstock.runtime.following.sharing import FollowedUpdates
-from penstock.runtime.requests.adapter import digest_of_values
+from penstock.runtime.ops.native.hashing import digest_of_values
 
 
 class Repeater:

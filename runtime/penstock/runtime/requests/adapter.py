@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.runtime.machine import host_memory
 
 
 def integers_like(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -17,15 +18,8 @@ def integers_like(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-def digest_of_values(values: NDArray[Any]) -> str:
-    """Compute the digest of an adapter with these values, which are whole."""
-    return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data).hexdigest()
-
-
 _ALIGNMENT = 64
 """In bytes. XLA takes a host array that begins at such a place as it is, and copies others."""
-_NEARLY_FULL = 0.75
-"""Of an adapter that fills so much of its place, the zeros are kept as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,14 +51,6 @@ class AdapterValues:
     placed: NDArray[Any] | None = None
     """What `whole` returns, if that is kept, and not blocks."""
 
-    def to_keep(self) -> AdapterValues:
-        """Return these values with `placed` in place of the blocks, if the blocks take nearly as much memory.
-        Then `whole` costs the engine's thread no time when the adapter goes to the device.
-        """
-        if self.num_bytes < _NEARLY_FULL * self.devices * self.size * self.dtype.itemsize:
-            return self
-        return replace(self, blocks=(), placed=self.whole())
-
     def whole(self) -> NDArray[Any]:
         """Return the numbers as they go to the device, [units * rank], see `ops.adapters`; for a model that
         is cut over devices [devices, units * rank]. They must not be written.
@@ -72,7 +58,7 @@ class AdapterValues:
         if self.placed is not None:
             return self.placed
         integers = integers_like(self.dtype)
-        values = _zeros((self.devices, self.size), integers)
+        values = zeros((self.devices, self.size), integers)
         for block in self.blocks:
             rows, columns = block.matrix.shape
             end = block.begin + rows * block.width
@@ -89,10 +75,10 @@ class AdapterValues:
         return sum(block.matrix.nbytes for block in self.blocks)
 
 
-def _zeros(shape: tuple[int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
+def zeros(shape: tuple[int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Make an array of zeros that is aligned for XLA."""
     size = shape[0] * shape[1] * dtype.itemsize
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    memory = host_memory.zeros((size + _ALIGNMENT,), np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
@@ -103,7 +89,7 @@ class AdapterWeights:
 
     values: AdapterValues
     digest: str
-    """SHA-256 of the values as they go to the device, in hexadecimal; see `digest_of_values`."""
+    """SHA-256 of the values as they go to the device, piece by piece; see `ops.native.hashing`."""
     rank: int
     """The largest rank of its matrices."""
     scaling: float

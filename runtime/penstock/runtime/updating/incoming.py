@@ -65,13 +65,23 @@ def too_long(sent: SentTensor) -> TensorsRefused:
 class IncomingTensor:
     """One tensor while its bytes come, from the first to the last."""
 
-    def __init__(self, sent: SentTensor, *, keep: bool) -> None:
-        """keep: whether its values are needed, beyond its checksums."""
+    def __init__(
+        self,
+        sent: SentTensor,
+        *,
+        keep: bool,
+        memory: npt.NDArray[np.uint8] | None = None,
+        is_hashed: bool = True,
+    ) -> None:
+        """keep: whether its values are needed, beyond its checksums. memory: where they are kept; None: in
+        memory of its own. is_hashed: whether `sha256` is needed even if the sender gave none.
+        """
         self._sent = sent
         self._num_bytes = num_bytes(sent) or 0
-        self._bytes = host_memory.zeros((self._num_bytes,), np.uint8) if keep else None
+        own = host_memory.zeros((self._num_bytes,), np.uint8) if keep and memory is None else None
+        self._bytes = own if memory is None else memory
         self._crc32c = 0
-        self._sha256 = hashlib.sha256()
+        self._sha256 = hashlib.sha256() if is_hashed or sent.sha256 else None
         self.received = 0
         """How many bytes have come."""
 
@@ -102,19 +112,21 @@ class IncomingTensor:
             self._bytes[self.received : self.received + len(data)] = np.frombuffer(data, np.uint8)
         if self._sent.crc32c:
             self._crc32c = google_crc32c.extend(self._crc32c, data)
-        self._sha256.update(data)
+        if self._sha256 is not None:
+            self._sha256.update(data)
         self.received += len(data)
 
     @property
     def sha256(self) -> bytes:
-        """The SHA-256 of the bytes that have come."""
+        """The SHA-256 of the bytes that have come; only for a tensor that is hashed."""
+        assert self._sha256 is not None
         return self._sha256.digest()
 
     @property
     def is_intact(self) -> bool:
         """Whether the bytes have the checksums that the sender gave, if it gave any."""
         sent = self._sent
-        return self._crc32c == sent.crc32c and sent.sha256 in (b"", self.sha256)
+        return self._crc32c == sent.crc32c and (not sent.sha256 or sent.sha256 == self.sha256)
 
     @property
     def values(self) -> npt.NDArray[Any] | None:
