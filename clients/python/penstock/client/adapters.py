@@ -17,7 +17,7 @@ from penstock.client.reading import AsyncReadings, Readings
 from penstock.client.status import spelled
 from penstock.client.weights.sending import async_send, send, start
 from penstock.client.weights.tensors import Tensor, manifest_of, tensors_in, tensors_of
-from penstock.client.weights.update import Progress, chunk_bytes_of, chunks_of, steps_of
+from penstock.client.weights.update import Progress, chunk_bytes_of, steps_of
 from penstock.v1 import adapters_pb2, control_pb2
 
 AdapterSource: TypeAlias = str | os.PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -108,8 +108,7 @@ class Push:
     def steps(self, chunk_bytes: int) -> Iterator[tuple[adapters_pb2.PushAdapterRequest, int]]:
         """Yield the messages of the stream, in order, each with how many bytes of tensors are in it."""
         yield adapters_pb2.PushAdapterRequest(begin=self.begin), 0
-        for step, num_bytes in steps_of(chunks_of(self.tensors, chunk_bytes), chunk_bytes):
-            yield adapters_pb2.PushAdapterRequest(**step), num_bytes
+        yield from steps_of(self.tensors, chunk_bytes, adapters_pb2.PushAdapterRequest)
         commit = adapters_pb2.PushAdapterCommit(total_bytes=self.num_bytes)
         yield adapters_pb2.PushAdapterRequest(commit=commit), 0
 

@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, Required, TypedDict, get_args
+from typing import Any, Final, Literal, Required, TypedDict, TypeVar, get_args
 
 from penstock.client.generation.checks import Violations, checked, named, one_of
 from penstock.client.generation.requests import given_of
@@ -139,6 +139,8 @@ def _set(message: Any, name: str, value: Any) -> None:
             setattr(message, name, value)
 
 
+RequestT = TypeVar("RequestT", bound=Any)
+"""A message of a stream that brings tensors."""
 _MOST_CHUNK_BYTES: Final = 8 << 20
 """A server may take more, but that would only cost memory."""
 _MOST_LISTED: Final = 4096
@@ -181,9 +183,8 @@ class Update:
         bytes of tensors are in it.
         """
         yield weights_pb2.UpdateWeightsRequest(begin=self.begin), 0
-        chunks = chunks_of(self.tensors if self.needs_chunks else (), chunk_bytes)
-        for step, num_bytes in steps_of(chunks, chunk_bytes):
-            yield weights_pb2.UpdateWeightsRequest(**step), num_bytes
+        tensors = self.tensors if self.needs_chunks else ()
+        yield from steps_of(tensors, chunk_bytes, weights_pb2.UpdateWeightsRequest)
         commit = weights_pb2.UpdateWeightsCommit(total_bytes=self.num_bytes)
         yield weights_pb2.UpdateWeightsRequest(commit=commit), 0
 
@@ -227,41 +228,38 @@ def described(update: Update) -> Update:
     return replace(update, begin=begin)
 
 
-def chunks_of(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[weights_pb2.TensorChunk]:
-    """Yield the chunks of all tensors, in order. Each is read when it is its turn, so no more than one is in
-    memory.
+def steps_of(
+    tensors: Iterable[Tensor], chunk_bytes: int, make: Callable[[], RequestT]
+) -> Iterator[tuple[RequestT, int]]:
+    """Yield the messages that bring the tensors, in order, each with how many bytes of tensors it has. `make`
+    makes an empty one. Tensors are read when it is their turn, so no more than a message is in memory.
+
+    A message costs as much as many kilobytes do, and an adapter has hundreds of small tensors, so small
+    chunks share messages.
     """
+    most = min(chunk_bytes, _MOST_LISTED_BYTES)
+    held: list[tuple[int, int, bytes]] = []  # the tensor's index, offset and bytes of each chunk
+    num_bytes = 0
+
+    def step() -> tuple[RequestT, int]:
+        message = make()
+        # Filled in place: a message that is given to another one is copied, with all of its bytes.
+        add = message.chunks.chunks.add if len(held) > 1 else None
+        for index, offset, data in held:
+            chunk = message.chunk if add is None else add()
+            chunk.tensor_index, chunk.offset, chunk.data = index, offset, data
+        return message, sum(len(data) for _, _, data in held)
+
     for index, tensor in enumerate(tensors):
         offset = 0
         for data in tensor.pieces(chunk_bytes):
-            yield weights_pb2.TensorChunk(tensor_index=index, offset=offset, data=data)
+            added = len(data) + _BESIDE_DATA
+            if held and (num_bytes + added > most or len(held) == _MOST_LISTED):
+                yield step()
+                held, num_bytes = [], 0
+            held.append((index, offset, data))
+            num_bytes += added
             offset += len(data)
-
-
-def steps_of(
-    chunks: Iterable[weights_pb2.TensorChunk], chunk_bytes: int
-) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the field of each message that brings chunks, `chunk` or `chunks`, and how many bytes of tensors
-    it has. A message costs as much as many kilobytes do, and an adapter has hundreds of small tensors, so
-    small chunks share messages.
-    """
-    most = min(chunk_bytes, _MOST_LISTED_BYTES)
-    held: list[weights_pb2.TensorChunk] = []
-    num_bytes = 0
-
-    def step() -> tuple[dict[str, Any], int]:
-        brought = sum(len(chunk.data) for chunk in held)
-        if len(held) == 1:
-            return {"chunk": held[0]}, brought
-        return {"chunks": weights_pb2.TensorChunks(chunks=held)}, brought
-
-    for chunk in chunks:
-        added = len(chunk.data) + _BESIDE_DATA
-        if held and (num_bytes + added > most or len(held) == _MOST_LISTED):
-            yield step()
-            held, num_bytes = [], 0
-        held.append(chunk)
-        num_bytes += added
     if held:
         yield step()
 
