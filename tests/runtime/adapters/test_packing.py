@@ -1,5 +1,6 @@
 """Where the numbers of an adapter lie that native code packs, and what it refuses, against the definition of
-the layout; and that numpy's form, which serves without native kernels, makes the same bits. And its digest.
+the layout; and that numpy's form, which serves without native kernels, makes the same bits. Also its
+digest, and what is written to its slot.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from penstock.runtime.adapters.packing import Packer, Part, Tensors
 from penstock.runtime.errors import AdapterFormatError
 from penstock.runtime.loading.safetensors_files import TensorEntry
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.adapter_packing import native_write_row
 from penstock.runtime.ops.native.hashing import digest_of_values
 from penstock.runtime.requests.adapter import AdapterValues
 
@@ -204,3 +207,26 @@ def test_the_digest_is_that_of_the_digests_of_its_pieces(num_bytes: int) -> None
         assert digest_of_values(values) == expected
     finally:
         library.limit_isa(library.Isa.AMX)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)
+def test_an_adapter_is_written_to_its_slot_and_nowhere_else(dtype: np.dtype[Any]) -> None:
+    """It has more than a megabyte, which is what a thread copies at a time."""
+    rng, size = np.random.default_rng(0), 600_001
+    expected = rng.standard_normal((3, size)).astype(dtype)
+    write = jax.jit(native_write_row, donate_argnums=0)
+    pool = write(jax.device_put(expected), np.int32(0), expected[0])
+    jax.block_until_ready(pool)  # from here on JAX has its own memory
+    memory = pool.unsafe_buffer_pointer()
+    for slot, at in ((1, 1), (2, 2), (7, 2), (-1, 0)):  # as with XLA, the nearest slot that there is
+        values = rng.standard_normal(size).astype(dtype)
+        expected[at] = values
+        pool = write(pool, np.int32(slot), values)
+        assert pool.unsafe_buffer_pointer() == memory
+    assert np.asarray(pool).tobytes() == expected.tobytes()
+    kept = jax.jit(native_write_row)(pool, np.int32(1), np.ones(size, dtype))  # into other memory
+    assert np.asarray(pool).tobytes() == expected.tobytes()
+    expected[1] = 1
+    assert np.asarray(kept).tobytes() == expected.tobytes()
+    with pytest.raises(Exception, match="no row of the array"):
+        jax.block_until_ready(write(kept, np.int32(1), np.ones(size - 1, dtype)))

@@ -29,6 +29,7 @@ from penstock.runtime.execution.program_store import processor
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import AXIS
+from penstock.runtime.ops.adapters import WriteRow, write_row
 from penstock.runtime.ops.attention import LONG_SPAN, SHORT_SPAN, AttentionOp, paged_attention
 from penstock.runtime.ops.cache_spec import TPU_LANES
 from penstock.runtime.ops.codes import CodeForm
@@ -38,6 +39,7 @@ from penstock.runtime.ops.experts import ExpertsOp, experts
 from penstock.runtime.ops.kv_rows import kv_storage_dtype
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
+from penstock.runtime.ops.native.adapter_packing import native_write_row
 from penstock.runtime.ops.native.attention import native_paged_attention
 from penstock.runtime.ops.native.sample import native_sample, native_token_logprobs
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
@@ -154,6 +156,8 @@ class Backend:
     only."""
     zeros: ZerosOf = jnp.zeros
     """What the cache's arrays are made with. Those of the native kernels begin on huge pages."""
+    write_row: WriteRow = write_row
+    """Writes an adapter to its slot."""
     use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
     """Called with arrays that stay for long. On CPU, their memory is asked to be of huge pages."""
 
@@ -278,6 +282,7 @@ def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: De
         logprobs=native_token_logprobs,
         # On several devices the kernel would make what all of them have together, on each of them.
         zeros=huge_pages.zeros if size == 1 else jnp.zeros,
+        write_row=native_write_row,
         packed_dtype=np.dtype(jnp.bfloat16),
     )
 

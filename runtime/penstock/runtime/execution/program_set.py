@@ -477,7 +477,9 @@ class ProgramBuilder:
         (pool,) = self.adapters
         values = jax.ShapeDtypeStruct(adapter_shape(pool), pool.dtype, sharding=pool.sharding)
         arguments = (self.adapters, self._ints(), values)
-        return self._compiled(make_adapter_write(), *arguments, donate=(0,), results=CUT)
+        return self._compiled(
+            make_adapter_write(self.backend.write_row), *arguments, donate=(0,), results=CUT
+        )
 
     def _compiled(
         self,

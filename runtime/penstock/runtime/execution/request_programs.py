@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.execution.step_programs import AdapterPool, KVCache, Rebuild, StepShapes, Weights
 from penstock.runtime.models.load_rules import AXIS
+from penstock.runtime.ops.adapters import WriteRow
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
 from penstock.runtime.ops.sampler import LogprobsOp, RowState, Sampled, report
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
@@ -53,11 +54,11 @@ def make_prompt_logprobs(
     return prompt_logprobs
 
 
-def make_adapter_write() -> Callable[[AdapterPool, Array, Array], AdapterPool]:
+def make_adapter_write(write_row: WriteRow) -> Callable[[AdapterPool, Array, Array], AdapterPool]:
     """Make a program that writes an adapter: (pool, slot int32[], values [units * rank]) -> pool."""
 
     def write(pool: AdapterPool, slot: Array, values: Array) -> AdapterPool:
-        return (lax.dynamic_update_slice(pool[0], values[None], (slot, 0)),)
+        return (write_row(pool[0], slot, values),)
 
     return write
 

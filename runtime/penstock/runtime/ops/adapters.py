@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,15 @@ class AdapterRows(NamedTuple):
         of_all = self.pool[:, place.begin * self.rank : (place.begin + place.size) * self.rank]
         of_each = of_all.reshape(len(of_all), place.num_experts, -1)[:, :, first : first + size * self.rank]
         return of_each.at[self.slots, self.experts].get(mode="clip").astype(jnp.float32)
+
+
+WriteRow: TypeAlias = Callable[[Array, Array, Array], Array]
+"""(pool, slot int32 [], values [units * rank]) to the pool with these values in a slot."""
+
+
+def write_row(pool: Array, slot: Array, values: Array) -> Array:
+    """Write what an adapter has to its slot, see `WriteRow`."""
+    return lax.dynamic_update_slice(pool, values[None], (slot, 0))
 
 
 class LinearAdapters(NamedTuple):

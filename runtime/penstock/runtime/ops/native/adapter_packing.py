@@ -1,6 +1,6 @@
-"""Has matrices of adapters written to where native kernels read them: one pass that reads each tensor, checks
-it and writes it while it is in the processor's cache (`src/adapters/packing_avx2.cc`). It holds no lock of
-Python's, so that the engine's thread goes on.
+"""Has adapters written to where native kernels read them. On the host, one pass reads each tensor, checks it
+and writes it while it is in the processor's cache (`src/adapters/packing_avx2.cc`). It holds no lock of
+Python's, so that the engine's thread goes on. On the device, an adapter is written to its slot.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Final
 
+import jax
 import ml_dtypes
 import numpy as np
+from jax import Array
 from numpy.typing import NDArray
 
 from penstock.runtime.ops.native import library
@@ -57,3 +59,14 @@ def pack(file: int, blocks: NDArray[np.void]) -> tuple[Packing, int, int]:
     rows = ctypes.c_void_p(blocks.ctypes.data)
     made = call(file, rows, ctypes.c_int64(len(blocks)), ctypes.byref(bad), ctypes.byref(error))
     return Packing(made), bad.value, error.value
+
+
+def native_write_row(pool: Array, slot: Array, values: Array) -> Array:
+    """Do what `penstock.runtime.ops.adapters.write_row` does, in the pool's own memory. XLA for CPUs converts
+    the whole pool to float32 and back.
+    """
+    library.load()
+    shape = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+    call = jax.ffi.ffi_call("penstock_row", shape, input_output_aliases={0: 0})
+    written: Array = call(pool, slot, values)
+    return written

@@ -32,6 +32,7 @@ TARGETS = (
     "penstock_conv",
     "penstock_recurrence",
     "penstock_zeros",
+    "penstock_row",
 )
 """Handler symbols of the library; each is an FFI target of the same name on the CPU platform."""
 _NO_LIMIT = 2**63 - 1
