@@ -107,10 +107,11 @@ def dequantized(rows: np.ndarray) -> np.ndarray:
 @functools.cache
 def spreading(dim: int) -> np.ndarray:
     """Return the float64 matrix with which `kv_rows.spread` multiplies keys of so many channels."""
-    matrix, begin = np.zeros((dim, dim)), 0
+    matrix: np.ndarray = np.zeros((dim, dim))
+    begin = 0
     while begin < dim:
         size = 2 ** int(np.log2(dim - begin))
-        hadamard = np.ones((1, 1))
+        hadamard: np.ndarray = np.ones((1, 1))
         while len(hadamard) < size:
             hadamard = np.kron([[1, 1], [1, -1]], hadamard)
         pairs = [sum(i >> bit & i >> bit + 1 & 1 for bit in range(10)) for i in range(size)]
@@ -126,7 +127,7 @@ def spread(x: np.ndarray) -> np.ndarray:
     """
     parts, matrix, begin = [], spreading(x.shape[-1]), 0
     while begin < x.shape[-1]:
-        size = np.count_nonzero(matrix[begin])
+        size = int(np.count_nonzero(matrix[begin]))
         block = slice(begin, begin + size)
         part = x[..., block].astype(np.float32) * np.sign(matrix[begin, block]).astype(np.float32)
         at = np.arange(size)

@@ -133,7 +133,7 @@ class Packer:
         size: int,
         dtype: np.dtype[Any],
     ) -> None:
-        """`described`: the shapes and dtypes of the tensors. `devices`, `size` and `dtype` are those of
+        """Take `described`, the shapes and dtypes of the tensors. `devices`, `size` and `dtype` are those of
         `AdapterValues`.
         """
         self._devices, self._size, self._dtype = devices, size, dtype
