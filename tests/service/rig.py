@@ -27,7 +27,9 @@ from tests.front_processes import FRONT_PROCESSES
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
 
-WAIT_S = 20.0
+WAIT_S = 60.0
+"""What a call or a condition may take. Beside 20 busy processes, what takes 2 s alone has taken 20."""
+TRACED_GRACE_S = 20.0
 CODEC = byte_codec()
 
 
@@ -101,7 +103,7 @@ async def serving(
     """
     engine = engine or FakeEngine(codec=CODEC)
     fronts = FRONT_PROCESSES if options.get("port", 0) is not None and group is None else 0
-    grace_s = 0.0 if tracing is None else WAIT_S
+    grace_s = 0.0 if tracing is None else TRACED_GRACE_S
     server = PenstockServer(
         ServerOptions(**({"port": 0, "grace_s": grace_s, "front_processes": fronts} | options)),
         tracing,
