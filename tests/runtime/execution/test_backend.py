@@ -157,7 +157,7 @@ def test_hopper_has_kernels_for_attention_and_experts() -> None:
     query, cache = jax.ShapeDtypeStruct((1, 1, 128), BF16), jax.ShapeDtypeStruct((9, 2, 8, 64, 128), BF16)
     for native in ("auto", "require"):
         backend = choose_backend(EngineConfig(native=native), hopper)
-        assert backend.attention is gpu_paged_attention
+        assert cast("Any", backend.attention).func is gpu_paged_attention
         assert backend.decodes_natively(query, cache, None)
         assert not backend.attends_batch_invariantly(query, cache, None)
         assert (backend.sampler, backend.recurrent) == (sample, XLA_RECURRENT)
@@ -208,15 +208,34 @@ def test_tpus_have_a_kernel_for_decode_steps() -> None:
     assert isinstance(off.attention, partial)
 
 
-def test_other_gpus_have_xla_alone_and_a_line_of_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_blackwell_has_the_kernel_for_decode_steps_where_jax_can_make_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     blackwell = cast("Any", Accelerator(None, compute_capability="10.0"))
+    query = jax.ShapeDtypeStruct((1, 1, 128), BF16)
+    wide, narrow = (jax.ShapeDtypeStruct((9, 2, 8, 64, dim), BF16) for dim in (256, 128))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    backend = choose_backend(EngineConfig(native="require"), blackwell)
+    attention = cast("Any", backend.attention)
+    assert (attention.func, attention.keywords) == (gpu_paged_attention, {"by_warps": True})
+    assert [backend.decodes_natively(query, cache, None) for cache in (wide, narrow)] == [False, True]
+    assert backend.linear_format(BF16, "none").experts is experts
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     with caplog.at_level("INFO"):
-        assert isinstance(choose_backend(EngineConfig(), blackwell).attention, partial)
-    assert "need compute capability 9.0 (Hopper), and this one has 10.0" in caplog.text
-    with pytest.raises(
-        ConfigError, match=r"^native: .*need compute capability 9\.0 \(Hopper\), .* has 10\.0"
-    ):
+        assert cast("Any", choose_backend(EngineConfig(), blackwell).attention).func is paged_attention
+    assert "compute capability 10.0 needs JAX 0.11" in caplog.text
+    with pytest.raises(ConfigError, match=r"^native: .*compute capability 10\.0 needs JAX 0\.11"):
         choose_backend(EngineConfig(native="require"), blackwell)
+
+
+def test_other_gpus_have_xla_alone_and_a_line_of_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    ada = cast("Any", Accelerator(None, compute_capability="8.9"))
+    with caplog.at_level("INFO"):
+        assert cast("Any", choose_backend(EngineConfig(), ada).attention).func is paged_attention
+    said = "need compute capability 9.0 (Hopper) or 10.0 (Blackwell), and this one has 8.9"
+    assert said in caplog.text
+    with pytest.raises(ConfigError, match=rf"^native: .*{re.escape(said)}"):
+        choose_backend(EngineConfig(native="require"), ada)
 
 
 def test_only_a_cpu_stores_16_bits_of_the_cache_as_integers() -> None:

@@ -58,7 +58,11 @@ AttentionTest = Callable[[ArrayShape, ArrayShape, int | None], bool]
 """Says something of attention for queries [T, H, D] and a layer's cache of these shapes and dtypes, and with
 this `value_dim`."""
 HOPPER = "9.0"
-"""The compute capability of the GPUs that our kernels are for. Those of Blackwell lack their instructions."""
+"""The compute capability of the GPUs that all our kernels for GPUs are for."""
+BLACKWELL = "10.0"
+"""That of a B200, which lacks Hopper's products. One kernel can multiply by those of warps instead, which JAX
+has from 0.11 on.
+"""
 
 GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType(
     {
@@ -251,7 +255,9 @@ def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: De
         )
         if not uses_kernels:
             return on_accelerator
-        return (_with_gpu_kernels if device.platform == "gpu" else _with_tpu_kernels)(on_accelerator)
+        if device.platform == "tpu":
+            return _with_tpu_kernels(on_accelerator)
+        return _with_gpu_kernels(on_accelerator, by_warps=_capability(device) == BLACKWELL)
     threads = config.threads or available_processors()
     check_pool(threads)
     on_xla = Backend(
@@ -333,21 +339,23 @@ def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.ge
         )
 
 
-def _with_gpu_kernels(backend: Backend) -> Backend:
+def _with_gpu_kernels(backend: Backend, *, by_warps: bool) -> Backend:
+    """Give a backend the kernels for Hopper; `by_warps`: that for decode steps alone, with other products."""
     # Imported here, because Pallas for GPUs takes a second, which nobody else should wait for.
     from penstock.runtime.ops.gpu.attention import gpu_paged_attention, supports  # noqa: PLC0415
     from penstock.runtime.ops.gpu.experts import gpu_experts  # noqa: PLC0415
 
+    heads = "64, 128 or 192" if by_warps else "64, 128, 192 or 256"
     return replace(
         backend,
-        attention=gpu_paged_attention,
-        experts=gpu_experts,
-        decodes_natively=supports,
+        attention=partial(gpu_paged_attention, by_warps=by_warps),
+        experts=backend.experts if by_warps else gpu_experts,
+        decodes_natively=partial(supports, by_warps=by_warps),
         needs_all_native=False,
         native_dtype=np.dtype(jnp.bfloat16),
         kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
-        "take keys and values in bfloat16, a page_size of 64 with heads of 64, 128, 192 or 256, and one of "
-        "128 with heads of 64 or 128, of which at most 64 may read the same head of keys",
+        f"take keys and values in bfloat16, a page_size of 64 with heads of {heads}, and one of 128 with "
+        "heads of 64 or 128, of which at most 64 may read the same head of keys",
     )
 
 
@@ -382,8 +390,14 @@ def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
             log.info("TPU kernels are not used: %s", problem)
     elif device.platform != "gpu":
         problem = f"they are for CPUs, GPUs and TPUs, not {device.platform}"
-    elif (capability := str(getattr(device, "compute_capability", "none"))) != HOPPER:
-        problem = f"those for GPUs need compute capability {HOPPER} (Hopper), and this one has {capability}"
+    elif (capability := _capability(device)) not in (HOPPER, BLACKWELL):
+        problem = (
+            f"those for GPUs need compute capability {HOPPER} (Hopper) or {BLACKWELL} (Blackwell), and this "
+            f"one has {capability}"
+        )
+        log.info("GPU kernels are not used: %s", problem)
+    elif capability == BLACKWELL and jax.__version_info__ < (0, 11):
+        problem = f"that for compute capability {BLACKWELL} needs JAX 0.11, and this is {jax.__version__}"
         log.info("GPU kernels are not used: %s", problem)
     if problem is not None and config.native == "require":
         raise ConfigError(f"native: the kernels are required, and cannot be used: {problem}")
@@ -394,6 +408,10 @@ def _compiler_options(device: jax.Device) -> Mapping[str, str | bool] | None:
     if device.platform == "gpu":
         return GPU_OPTIONS
     return TPU7X_OPTIONS if device.device_kind == TPU7X else None
+
+
+def _capability(device: jax.Device) -> str:
+    return str(getattr(device, "compute_capability", "none"))
 
 
 def _memory_of(devices: Sequence[jax.Device]) -> Callable[[], DeviceMemory | None]:

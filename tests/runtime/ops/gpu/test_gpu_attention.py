@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from penstock.runtime.ops.attention import AttentionOptions, make_meta
+from penstock.runtime.ops.gpu import decode_attention
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.kv_rows import kv_layer_shape
 from tests.support.gpu.compiled import CACHE, LAYERS
@@ -54,18 +55,26 @@ needs_cuda = pytest.mark.skipif(
 
 
 @functools.cache
-def step(shape: Shape, options: Options, *, decode: bool) -> Callable[..., Any]:
-    return runner(functools.partial(gpu_paged_attention, interpreted=True), shape, options, decode=decode)
+def step(shape: Shape, options: Options, *, decode: bool, by_warps: bool) -> Callable[..., Any]:
+    attention = functools.partial(gpu_paged_attention, by_warps=by_warps, interpreted=True)
+    return runner(attention, shape, options, decode=decode)
 
 
 def attends(
-    cases: list[Case], shape: Shape, options: Options, seed: int, *, decode: bool, **how: Any
+    cases: list[Case],
+    shape: Shape,
+    options: Options,
+    seed: int,
+    *,
+    decode: bool,
+    by_warps: bool = False,
+    **how: Any,
 ) -> None:
     batch = draw(cases, shape, options, seed)
     stored = dataclasses.replace(batch, cache=batch.cache.view(BF16))
     interpreting: Any = plgpu
     with interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams(**how)):
-        check(batch, step(shape, options, decode=decode)(stored), TOLERANCE)
+        check(batch, step(shape, options, decode=decode, by_warps=by_warps)(stored), TOLERANCE)
 
 
 def single(pasts: list[int], shape: Shape, options: Options, seed: int, **how: Any) -> None:
@@ -84,22 +93,25 @@ def chunked(heads: int, kv_heads: int, dim: int = 64, page: int = 64) -> Shape:
 @needs_interpreter
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "options", "by_warps"),
     [
-        (sized(4, 2), Options()),
-        (sized(8, 1, dim=128), Options(window=70)),  # merged by a kernel
-        (sized(3, 3, page=128), Options(chunk=96, softcap=2.0, sinks=True)),
+        (sized(4, 2), Options(), False),
+        (sized(8, 1, dim=128), Options(window=70), False),  # merged by a kernel
+        (sized(3, 3, page=128), Options(chunk=96, softcap=2.0, sinks=True), False),
+        (sized(6, 2, dim=128), Options(window=70, softcap=2.0, sinks=True), True),
     ],
-    ids=["plain", "window", "everything"],
+    ids=["plain", "window", "everything", "Blackwell"],
 )
 @settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
-def test_rows_of_any_length(shape: Shape, options: Options, data: st.DataObject, seed: int) -> None:
+def test_rows_of_any_length(
+    shape: Shape, options: Options, by_warps: bool, data: st.DataObject, seed: int
+) -> None:
     """And fewer rows than the program has."""
     most = WIDTH * shape.page - 1
     edges = st.sampled_from([0, shape.page - 1, shape.page, 2 * shape.page, most])
     pasts = data.draw(st.lists(edges | st.integers(0, most), min_size=1, max_size=ROWS))
-    single(pasts, shape, options, seed)
+    single(pasts, shape, options, seed, by_warps=by_warps)
 
 
 @needs_interpreter
@@ -109,13 +121,29 @@ def test_more_heads_than_a_product_of_the_tensor_cores_has_rows() -> None:
 
 
 @needs_interpreter
+@pytest.mark.ci
+@pytest.mark.parametrize("by_warps", [False, True])
+def test_a_block_adds_up_more_pages_than_shared_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, by_warps: bool
+) -> None:
+    """A GPU that is full has one block for each row, and each reads all pages of its row."""
+    monkeypatch.setattr(decode_attention, "_BLOCKS", ROWS)
+    shape = dataclasses.replace(sized(5, 1), width=6, pages=20)
+    single([6 * 64 - 1, 3, 200], shape, Options(softcap=2.0, sinks=True), 4, by_warps=by_warps)
+
+
+@needs_interpreter
 @pytest.mark.sweep
+@pytest.mark.parametrize("by_warps", [False, True])
 @pytest.mark.parametrize("options", [Options(), Options(window=70, sinks=True)])
-def test_no_warpgroup_reads_what_another_still_writes(options: Options) -> None:
-    """A row's pages come round to each place in shared memory more than once."""
+def test_no_warpgroup_reads_what_another_still_writes(
+    monkeypatch: pytest.MonkeyPatch, options: Options, by_warps: bool
+) -> None:
+    """The pages of a row, all of which one block reads, come round to each place in shared memory again."""
+    monkeypatch.setattr(decode_attention, "_BLOCKS", ROWS)
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
     shape = dataclasses.replace(sized(8, 1), width=9, pages=30)
-    single([9 * 64 - 1, 3, 450], shape, options, 2, detect_races=True)
+    single([9 * 64 - 1, 3, 450], shape, options, 2, by_warps=by_warps, detect_races=True)
     assert not races().races_found
 
 
@@ -215,7 +243,9 @@ def test_a_chunk_copies_the_pages_that_its_blocks_attend_to(
     assert sum(copied) == pages * 64 * (2 * 64 * 2) + 2 * 3 * 64 * (64 * 2)
 
 
-def lowered(shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool) -> str:
+def lowered(
+    shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool, by_warps: bool = False
+) -> str:
     """Make a step for a GPU, before XLA compiles it."""
     tokens = shape.rows if decode else 32
     keys_only = shape.value_dim is not None
@@ -240,9 +270,8 @@ def lowered(shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool
             "chunk": options.chunk,
             "slopes": jnp.ones(shape.heads, jnp.float32) if options.alibi else None,
         }
-        return gpu_paged_attention(
-            q, k, v, kv, meta, AttentionOptions(0.1, **given, value_dim=shape.value_dim)
-        )
+        own = AttentionOptions(0.1, **given, value_dim=shape.value_dim)
+        return gpu_paged_attention(q, k, v, kv, meta, own, by_warps=by_warps)
 
     q, new = (
         jax.ShapeDtypeStruct((tokens, heads, shape.dim), jnp.dtype(shape.dtype))
@@ -280,6 +309,21 @@ def test_which_programs_have_the_kernels(
     shape: Shape, options: Options, kept: np.dtype[Any], decode: bool, launches: int
 ) -> None:
     text = lowered(shape, options, kept, decode=decode)
+    assert len(re.findall(r"@mosaic_gpu|\"mosaic_gpu", text)) == launches
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "mma"), reason="JAX before 0.11 has no products of warps")
+@pytest.mark.parametrize(
+    ("shape", "decode", "launches"),
+    [
+        (sized(16, 8, dim=128), True, 2),
+        (sized(14, 2, page=128), True, 1),
+        (sized(16, 8, dim=128), False, 0),  # a step with chunks
+        (sized(8, 4, dim=256), True, 0),  # shared memory lacks the room for two pages
+    ],
+)
+def test_which_programs_have_the_kernel_on_blackwell(shape: Shape, decode: bool, launches: int) -> None:
+    text = lowered(shape, Options(), BF16, decode=decode, by_warps=True)
     assert len(re.findall(r"@mosaic_gpu|\"mosaic_gpu", text)) == launches
 
 

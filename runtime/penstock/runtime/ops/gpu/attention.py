@@ -1,6 +1,6 @@
 """Paged attention on GPUs: rows of one token have the kernel of `decode_attention`, rows of several tokens
 that of `chunk_attention`, and what these cannot do, XLA computes. Which of them a program calls is decided
-when it is traced.
+when it is traced. Where products are not those of Hopper, XLA computes all of a step that may have chunks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ from penstock.runtime.ops.kv_rows import write_kv
 
 
 def supports(
-    q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct, value_dim: int | None = None
+    q: Array | jax.ShapeDtypeStruct,
+    kv: Array | jax.ShapeDtypeStruct,
+    value_dim: int | None = None,
+    *,
+    by_warps: bool = False,
 ) -> bool:
-    """Say whether the kernels can handle queries [T, H, D] against such a cache, with this `value_dim`."""
+    """Say whether the kernels can handle queries [T, H, D] against such a cache, with this `value_dim`.
+    `by_warps`: as `decode_attention` takes it.
+    """
     _, planes, kv_heads, page_size, dim = kv.shape
     return (
         q.dtype == kv.dtype == jnp.bfloat16
         and planes == 2
         and value_dim is None
-        and takes(page_size, dim, q.shape[1] // kv_heads)
+        and takes(page_size, dim, q.shape[1] // kv_heads, by_warps=by_warps)
     )
 
 
@@ -43,14 +49,17 @@ def gpu_paged_attention(
     meta: AttentionMeta,
     options: AttentionOptions,
     *,
+    by_warps: bool = False,
     interpreted: bool = False,
 ) -> tuple[Array, Array]:
     """Compute `paged_attention` by the kernels for causal attention and shapes that they support, else in
-    XLA. `interpreted`: as Pallas' interpreter wants it, for tests.
+    XLA. `by_warps`: as `decode_attention` takes it; `chunk_attention` cannot compute so. `interpreted`: as
+    Pallas' interpreter wants it, for tests.
     """
     check_cache(q, v_new, kv, options.value_dim)
-    cannot = options.slopes is not None or meta.reach is not None
-    if cannot or not supports(q, kv, options.value_dim):
+    has_chunks = meta.block_tokens.shape[1] > 1
+    cannot = options.slopes is not None or meta.reach is not None or (has_chunks and by_warps)
+    if cannot or not supports(q, kv, options.value_dim, by_warps=by_warps):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
 
@@ -66,12 +75,13 @@ def gpu_paged_attention(
             options.sinks,
             scale=options.scale,
             softcap=options.softcap,
+            by_warps=by_warps,
             interpreted=interpreted,
         )
         return out
 
     q_lens = meta.q_lens
-    if meta.block_tokens.shape[1] == 1:  # a program for rows of one token
+    if not has_chunks:
         return of_single(q, jnp.where(q_lens > 0, meta.kv_lens, 0)), kv
     firsts = jnp.cumsum(q_lens) - q_lens
     of_rows = of_single(q[jnp.minimum(firsts, q.shape[0] - 1)], jnp.where(q_lens == 1, meta.kv_lens, 0))

@@ -47,6 +47,19 @@ def begin(dim: int, peak: Any = LOW, total: float = 0) -> Sums:
     )
 
 
+def product_by_warps(acc: Any, left: Any, right: Any, *, interpreted: bool) -> Any:
+    """Add left [64, K] times right [K, N], both bfloat16 in shared memory, to acc float32 [64, N]. Each warp
+    multiplies 16 rows by itself, by the instruction that GPUs have since Ampere. `interpreted`: the
+    interpreter does not know this instruction, so it computes the product as any other.
+    """
+    if interpreted:
+        return acc + jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
+    of_warps: Any = plgpu  # JAX before 0.11 lacks what follows
+    a = loaded(left, of_warps.Layout.MMA_LHS(jnp.bfloat16))
+    b = loaded(right, of_warps.Layout.MMA_RHS(jnp.bfloat16))
+    return of_warps.mma(acc, a, b)
+
+
 def product(queries: Any, keys: Any) -> Any:
     """Multiply queries [64, D] with keys [page, D], both in shared memory: float32 [64, page]."""
 

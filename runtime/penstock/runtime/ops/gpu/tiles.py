@@ -1,5 +1,5 @@
-"""What all kernels for GPUs of the Hopper generation share: the sizes of tiles, how they lie in shared
-memory, and what differs between versions of JAX.
+"""What all kernels for GPUs share: the sizes of tiles, how they lie in shared memory, and what differs
+between versions of JAX.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SWIZZLE = 64
 LINES = 8
 """Rows that lie together in a tile in shared memory: a tile can only be copied from a multiple of so many."""
 SHARED_BYTES = 227 * 1024
-"""Shared memory that a block can have on Hopper."""
+"""Shared memory that a block can have on Hopper and on a B200."""
 BARRIER_BYTES = 1024
 """More than the barriers take of it."""
 TILED: Any = (plgpu.TilingTransform((LINES, SWIZZLE)), plgpu.SwizzleTransform(128))
