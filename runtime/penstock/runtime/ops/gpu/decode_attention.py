@@ -214,6 +214,7 @@ def _of_shares(
                         acc = online_softmax.product_by_warps(
                             sums.acc, w_smem, v_smem.at[stage], interpreted=interpreted
                         )
+                        plgpu.commit_smem()  # else the next copy may overwrite what is still read
                     else:
                         acc = online_softmax.added(sums.acc, weights, v_smem.at[stage], w_smem)
 
