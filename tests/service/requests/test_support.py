@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
 from penstock.service.requests.support import REFUSED, check_supported, check_wire
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
-from tests.service.rig import failure_of, generate, serving, stream
+from tests.service.rig import failure_of, fake, generate, serving, stream
 
 SERVICES = [
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
@@ -412,6 +412,21 @@ async def test_no_rpc_is_refused_as_a_whole(name: str) -> None:
                 assert (await failure_of(call(b""))).reason == "INVALID_FIELD"
             else:
                 await call(b"")
+
+
+async def test_a_field_of_tomorrow_is_refused_by_every_rpc(tmp_path: Path) -> None:
+    """Whatever else is wrong with the message, or right."""
+    tomorrow = b"\xf8\x3f\x01"  # the varint 1 as field 1023
+    named: dict[str, str] = {}
+    async with serving(fake(max_adapters=1, adapter_dir=tmp_path), profile_dir=tmp_path) as rig:
+        for name, method in METHODS.items():
+            requests, replies = method.client_streaming, method.server_streaming
+            kind = f"{'stream' if requests else 'unary'}_{'stream' if replies else 'unary'}"
+            call: Any = getattr(rig.channel, kind)(f"/{name}")(iter([tomorrow]) if requests else tomorrow)
+            failure = await failure_of(call.read() if replies else call)
+            assert failure.reason == "UNSUPPORTED_FEATURE", name
+            named[name] = failure.info.metadata["field"]
+    assert named == {name: f"{method.input_type.name}#1023" for name, method in METHODS.items()}
 
 
 # -- the wire --
