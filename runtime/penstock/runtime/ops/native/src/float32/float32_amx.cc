@@ -73,7 +73,7 @@ inline void Divide(__m512i first, __m512i second, int64_t apart, char* out) {
 inline void PutRow(const float* x, int64_t k, int64_t apart, char* out) {
   for (int64_t input = 0; input < k; input += kStepInputs, out += kPieces * apart) {
     const __m512i first = _mm512_loadu_si512(x + input);
-    const __m512i second = input + kLanes < k ? _mm512_loadu_si512(x + input + kLanes) : _mm512_setzero_si512();
+    const __m512i second = input + kLanes < k ? _mm512_loadu_si512(x + input + kLanes) : _mm512_set1_epi32(0);
     Divide<true>(first, second, apart, out);
   }
 }
@@ -88,7 +88,7 @@ inline void PutWeights(const float* weights, int64_t k, int64_t step, char* out)
       const float* second = from + kLanes * kLanes;
       _mm_prefetch(reinterpret_cast<const char*>(from + kFetchedFloats), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(second + kFetchedFloats), _MM_HINT_T0);
-      Divide<false>(_mm512_loadu_si512(from), is_whole ? _mm512_loadu_si512(second) : _mm512_setzero_si512(),
+      Divide<false>(_mm512_loadu_si512(from), is_whole ? _mm512_loadu_si512(second) : _mm512_set1_epi32(0),
                     kBlocks * kTileBytes, out + i * kRowBytes);
     }
   }
