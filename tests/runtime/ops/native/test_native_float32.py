@@ -170,7 +170,7 @@ FLOATS = st.floats(2.0**-100, float(np.finfo(np.float32).max), width=32)
 def test_all_bits_of_a_value_are_multiplied(values: list[float], place: int) -> None:
     """Among zeros, a value times one is that value, whichever of the two is the weight."""
     layer = Layer(np.random.default_rng(1), 16, 16, 48)
-    drawn = np.resize(np.float32(values), 16)
+    drawn = np.resize(np.array(values, np.float32), 16)
     layer.x[:] = layer.weight[:] = 0
     layer.x[:, place], layer.weight[:, place] = drawn, 1
     layer.tiles = jnp.asarray(pack(layer.weight))
