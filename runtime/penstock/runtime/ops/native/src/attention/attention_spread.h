@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "attention/attention.h"
 #include "common/int8.h"
@@ -11,7 +12,7 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t kMostBlock = 512;  // channels: the largest power of two that is not above kMostDims
+constexpr int kMostBlock = 512;  // channels: the largest power of two that is not above kMostDims
 
 // What the channels of a block are multiplied by first: -1 where two neighbouring bits of the channel's number are set
 // an odd number of times, else 1.
@@ -39,31 +40,61 @@ inline Lanes AddApart(Lanes a) {
   return MulAdd(a, Load(signs), Swapped<kApart>(a));
 }
 
+// Makes sums and differences of vectors that are kApart apart.
+template <int kApart, int kVecs>
+inline void AddVecsApart(Lanes* vecs) {
+  for (int i = 0; i < kVecs / 2; ++i) {
+    Lanes &a = vecs[i / kApart * 2 * kApart + i % kApart], &b = *(&a + kApart);
+    const Lanes sum = Add(a, b);
+    b = Sub(a, b);
+    a = sum;
+  }
+}
+
+// Spreads a block of kVecs times 16 channels.
+template <int kVecs, typename T>
+[[gnu::noinline]] void SpreadBlock(const T* from, float* to) {
+  Lanes vecs[kVecs];
+  for (int i = 0; i < kVecs; ++i) {
+    vecs[i] = AddApart<1>(Mul(Widened(from + 16 * i), Load(kSpreadSigns.of + 16 * i)));
+    vecs[i] = AddApart<8>(AddApart<4>(AddApart<2>(vecs[i])));
+  }
+  if constexpr (kVecs > 1) {
+    AddVecsApart<1, kVecs>(vecs);
+  }
+  if constexpr (kVecs > 2) {
+    AddVecsApart<2, kVecs>(vecs);
+  }
+  if constexpr (kVecs > 4) {
+    AddVecsApart<4, kVecs>(vecs);
+  }
+  if constexpr (kVecs > 8) {
+    AddVecsApart<8, kVecs>(vecs);
+  }
+  if constexpr (kVecs > 16) {
+    AddVecsApart<16, kVecs>(vecs);
+  }
+  const Lanes scale = Fill(static_cast<float>(1.0 / std::sqrt(16.0 * kVecs)));
+  for (int i = 0; i < kVecs; ++i) {
+    Store(to + 16 * i, Mul(vecs[i], scale));
+  }
+}
+
 // Spreads a key or a query of float32 or bf16 [dim], a multiple of 16, no more than kMostDims.
 template <typename T>
 inline void Spread(const T* from, int64_t dim, float* to) {
-  for (int64_t size = kMostBlock; dim > 0; dim -= size, from += size, to += size) {
-    while (size > dim) {
-      size /= 2;
+  const auto blocks = [&](auto vecs) {
+    constexpr int kVecs = decltype(vecs)::value, kSize = 16 * kVecs;
+    for (; dim >= kSize; dim -= kSize, from += kSize, to += kSize) {
+      SpreadBlock<kVecs>(from, to);
     }
-    for (int64_t i = 0; i < size; i += 16) {
-      const Lanes of_one = AddApart<1>(Mul(Widened(from + i), Load(kSpreadSigns.of + i)));
-      Store(to + i, AddApart<8>(AddApart<4>(AddApart<2>(of_one))));
-    }
-    for (int64_t apart = 16; apart < size; apart *= 2) {
-      for (int64_t begin = 0; begin < size; begin += 2 * apart) {
-        for (int64_t i = begin; i < begin + apart; i += 16) {
-          const Lanes a = Load(to + i), b = Load(to + i + apart);
-          Store(to + i, Add(a, b));
-          Store(to + i + apart, Sub(a, b));
-        }
-      }
-    }
-    const Lanes scale = Fill(static_cast<float>(1.0 / std::sqrt(static_cast<double>(size))));
-    for (int64_t i = 0; i < size; i += 16) {
-      Store(to + i, Mul(Load(to + i), scale));
-    }
-  }
+  };
+  blocks(std::integral_constant<int, 32>{});
+  blocks(std::integral_constant<int, 16>{});
+  blocks(std::integral_constant<int, 8>{});
+  blocks(std::integral_constant<int, 4>{});
+  blocks(std::integral_constant<int, 2>{});
+  blocks(std::integral_constant<int, 1>{});
 }
 
 // Spreads a query, and rounds it to what queries are.
