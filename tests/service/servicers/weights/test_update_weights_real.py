@@ -23,7 +23,7 @@ from penstock.runtime.sent_tensors import SentTensor
 from penstock.v1 import control_pb2, weights_pb2
 from tests.service.h2peer import DATA, Peer, frame, grpc_message
 from tests.service.rig import Kept, Rig, failure_of, generate, read_all, serving, stream, until
-from tests.service.weights_rig import Step, begin, commit, push, steps
+from tests.service.weights_rig import Step, begin, commit, push, steps, written
 from tests.support.goldens import CONFIG, GOLDEN
 
 pytestmark = pytest.mark.ci
@@ -48,17 +48,6 @@ def tensors_of(file: Path) -> Tensors:
         sent = SentTensor(name, entry["dtype"], tuple(entry["shape"]))
         found[name] = (sent, data[8 + size + first : 8 + size + end])
     return found
-
-
-def written(tensors: Tensors, file: Path) -> None:
-    """Write a safetensors file."""
-    header, at = {}, 0
-    for name, (sent, data) in tensors.items():
-        offsets = [at, at + len(data)]
-        header[name] = {"dtype": sent.dtype, "shape": list(sent.shape), "data_offsets": offsets}
-        at += len(data)
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, data in tensors.values()))
 
 
 def disturbed(tensors: Tensors, seed: int) -> Tensors:
