@@ -81,6 +81,8 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
     cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
     adapters = sorted((GOLDEN / "lora" / name).glob("*"))
     flags = [f"--tensor-parallel-size={size}", *(["--max-adapters=1"] if adapters else [])]
+    if any("expert" in folder.name for folder in adapters):
+        flags.append("--adapter-experts")
     own = ([f"--adapter={folder.name}={folder}" for folder in adapters[:1]], ())
     with Group(str(GOLDEN / name), CACHE, *flags, own=own) as group:
         group.wait_ready()
