@@ -128,7 +128,7 @@ def test_packed_numbers_lie_where_kernels_read_them(
     finally:
         os.close(descriptor)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(library, "available", lambda: False)
+        patched.setattr(library, "loaded", lambda: None)
         by_numpy = packer(parts, tensors, devices, size).pack(Tensors.in_memory(tensors))
     for values in (made, read, by_numpy):
         assert values.whole().tobytes() == expected.tobytes()
@@ -139,6 +139,17 @@ def test_arrays_of_another_order_in_memory() -> None:
     expected = of_one(np.ascontiguousarray(tensor)).whole().tobytes()
     assert of_one(tensor).whole().tobytes() == expected
     assert of_one(tensor.astype(">f4")).whole().tobytes() == expected
+
+
+def test_an_engine_without_the_kernels_compiles_none_for_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same bits and the same digest."""
+    tensor = np.arange(96, dtype=np.float32).reshape(32, 3)
+    expected = of_one(tensor).whole()
+    digest = digest_of_values(expected)
+    monkeypatch.setattr(library, "_tried", {})
+    monkeypatch.setattr(library, "load", lambda *_: pytest.fail("the library is looked for, or compiled"))
+    assert of_one(tensor).whole().tobytes() == expected.tobytes()
+    assert digest_of_values(expected) == digest
 
 
 def of_one(tensor: NDArray[Any], scaling: float = 1.0) -> AdapterValues:

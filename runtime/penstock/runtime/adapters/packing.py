@@ -147,7 +147,8 @@ class Packer:
         if self._is_placed:
             blocks = [_Block(part, part.device * size + part.begin, part.width) for part in parts]
         self._blocks = blocks
-        is_native = dtype == _BFLOAT16 and library.available()
+        # An engine that uses the kernels has loaded them; for another one nothing is compiled here.
+        is_native = dtype == _BFLOAT16 and library.loaded() is not None
         self._natively = [block for block in blocks if is_native and _can_pack(block.part)]
         self._by_numpy: dict[str, list[_Block]] = {}
         for block in blocks:

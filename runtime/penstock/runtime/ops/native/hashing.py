@@ -1,5 +1,6 @@
 """The digest of the values of an adapter. They are hashed in pieces, because native code hashes 16 of these
-at once (`src/hashing/`), which takes less than half of the time.
+at once (`src/hashing/`), which takes less than half of the time. Where the process has no native code the
+digest is the same.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ def digest_of_values(values: NDArray[Any]) -> str:
     piece has PIECE_BYTES bytes, and the last one what is left.
     """
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    hashes = _natively(data) if library.available() else b""
+    native = library.loaded()
+    hashes = b"" if native is None else _natively(native, data)
     whole = hashlib.sha256(hashes)
     for begin in range(len(hashes) // _HASH_BYTES * PIECE_BYTES, len(data), PIECE_BYTES):
         whole.update(hashlib.sha256(data[begin : begin + PIECE_BYTES].data).digest())
     return whole.hexdigest()
 
 
-def _natively(data: NDArray[np.uint8]) -> bytes:
+def _natively(native: ctypes.CDLL, data: NDArray[np.uint8]) -> bytes:
     """Return the hashes of the first pieces, of as many as native code hashes."""
     count = len(data) // PIECE_BYTES
     hashes = np.empty(count * _HASH_BYTES, np.uint8)
-    call = library.load().penstock_hash_pieces
+    call = native.penstock_hash_pieces
     call.restype = ctypes.c_int64
     size, of_all = ctypes.c_int64(PIECE_BYTES), ctypes.c_int64(count)
     done = call(ctypes.c_void_p(data.ctypes.data), size, of_all, ctypes.c_void_p(hashes.ctypes.data))

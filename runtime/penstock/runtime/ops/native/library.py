@@ -66,9 +66,8 @@ def load(folder: Path | None = None) -> ctypes.CDLL:
     Raises NotAvailable; the first time it also logs the reason.
     """
     with _lock:
-        for tried in _tried.values():
-            if not isinstance(tried, NotAvailable):
-                return tried
+        if (known := loaded()) is not None:
+            return known
         if folder not in _tried:
             try:
                 _tried[folder] = _open(folder)
@@ -79,6 +78,13 @@ def load(folder: Path | None = None) -> ctypes.CDLL:
     if isinstance(found, NotAvailable):
         raise found
     return found
+
+
+def loaded() -> ctypes.CDLL | None:
+    """Return the library if this process has it, as where an engine uses the kernels. This never compiles
+    it, and waits for nobody who does.
+    """
+    return next((tried for tried in tuple(_tried.values()) if not isinstance(tried, NotAvailable)), None)
 
 
 def _open(folder: Path | None) -> ctypes.CDLL:
