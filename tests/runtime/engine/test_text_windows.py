@@ -14,6 +14,7 @@ import pytest
 
 from bench.texts import STORIES
 from penstock.runtime import Engine, EngineConfig, StoppingParams
+from penstock.runtime.execution.text_guesses import CONTEXT, NO_TOKEN
 from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.text_windows import TextWindows
@@ -86,6 +87,8 @@ def test_outputs_are_the_same_whatever_the_text_is(
         together = answers(engine, REQUESTS)
         alone = [answers(engine, [request])[0] for request in REQUESTS]
         totals = engine.metrics().totals
+        if kind == "right":
+            check_that_a_slot_forgets(engine)
         assert engine.compiles_after_warmup == 0
         assert engine.load().pages_used == 0
         engine.shutdown()
@@ -102,6 +105,21 @@ def test_outputs_are_the_same_whatever_the_text_is(
     ends = alone[-4:]
     accepted = sum(each.accepted_tokens for each in ends) / sum(len(each.tokens) for each in ends)
     assert least <= accepted <= most
+
+
+def check_that_a_slot_forgets(engine: Engine) -> None:
+    """See that what is guessed for a request comes of its own tokens, and not of those of the one before."""
+
+    def recent(request: Request) -> tuple[list[list[int]], Answer]:
+        (answer,) = answers(engine, [request])
+        assert engine.runner.device.rows.recent is not None
+        return np.asarray(engine.runner.device.rows.recent).tolist(), answer
+
+    before, long = recent(free("f0"))
+    after, short = recent(free("f1", max_tokens=1))
+    assert long.tokens[-1] != short.tokens[0]
+    (found,) = [own for own, left in zip(after, before, strict=True) if own != left]
+    assert found == [*[NO_TOKEN] * (CONTEXT - 1), *short.tokens]
 
 
 @pytest.mark.sweep("the demo model's text")

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from penstock.runtime.requests.adapter import AdapterValues, AdapterWeights
 from penstock.runtime.requests.request import CacheParams, Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling import lookup
 from penstock.runtime.scheduling.lookup import Copy, Earlier, Lookup, Pairs, Text, Tokens, find
 from penstock.runtime.scheduling.proposals import Candidate
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
+from penstock.runtime.scheduling.text_windows import TextWindows
+from tests.support.scheduler.fake_runner import Rota
 from tests.support.scheduler.scheduling import LIMITS
 
 MS = 1e6
@@ -310,6 +313,22 @@ def test_a_text_is_proposed_where_nothing_else_is_found() -> None:
     assert guesses(proposer, sequence([50, 2, 3], bypass=True)) == [4, 5, 6]
     assert guesses(proposer, sequence([1, 2, 9, 1, 2]))[:1] == [9]
     assert guesses(proposer, sequence([50, 5, 6])) == []
+
+
+def test_a_text_is_proposed_only_for_outputs_for_which_no_window_guesses() -> None:
+    """Windows guess for no output under a grammar and none with penalties."""
+    windows = TextWindows(16)
+    proposer = Lookup(lambda: 0, text=np.array([1, 2, 3, 4], np.int32), text_windows=windows)
+    proposer.measured(1, 0, MS)
+    requests = [
+        Request("plain", (50, 1, 2)),
+        Request("grammar", (50, 1, 2), constraint=Rota(9)),
+        Request("penalties", (50, 1, 2), ResolvedSampling(presence_penalty=0.5)),
+    ]
+    for are_used, expected in ((True, [[], [3, 4], [3, 4]]), (False, [[3, 4]] * 3)):
+        windows.are_used = are_used
+        seqs = [Scheduler(SchedulerConfig(**LIMITS)).prepare(each, 1, ()) for each in requests]
+        assert [guesses(proposer, seq) for seq in seqs] == expected
 
 
 def test_an_output_of_a_prompt_that_another_keeps_leaves_its_own_tokens_alone() -> None:

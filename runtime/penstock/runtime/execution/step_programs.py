@@ -985,16 +985,12 @@ def make_text_window(
 
         tokens = layout.unpack_tokens(packed)
         first = jnp.where(tokens == FEEDBACK, _of_rows(state.tokens, batch), tokens)
-        recent = _of_rows(state.recent, batch)
-        # Tokens that came from other programs since the last text window are not among them.
-        is_recent = recent[:, -1] == first
-        alone = jnp.full_like(recent, NO_TOKEN).at[:, -1].set(first)
         begin = _TextWindow(
             is_first=jnp.bool_(True),
             alive=batch.max_samples > 0,
             made=jnp.zeros((rows,), jnp.int32),
             tokens=first,
-            recent=jnp.where(is_recent[:, None], recent, alone),
+            recent=_of_rows(state.recent, batch),
             kv=kv,
             state=state,
             chosen=Chosen(
@@ -1108,10 +1104,15 @@ class _TextWindow(NamedTuple):
 
 
 def _keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
-    """Store the newest tokens as the input of the next step."""
-    num_slots = state.tokens.shape[0]
+    """Store the newest tokens as the input of the next step. What came before them is known only where a text
+    window keeps it, so that nothing is guessed from what an earlier request has left in the slot.
+    """
+    num_slots, recent = state.tokens.shape[0], state.recent
     slots = jnp.where(batch.max_samples > 0, batch.sampling.slots, num_slots)
-    return state._replace(tokens=state.tokens.at[slots].set(sampled, mode="drop"))
+    if recent is not None:
+        alone = jnp.full((slots.shape[0], CONTEXT), NO_TOKEN, jnp.int32).at[:, -1].set(sampled)
+        recent = recent.at[slots].set(alone, mode="drop")
+    return state._replace(tokens=state.tokens.at[slots].set(sampled, mode="drop"), recent=recent)
 
 
 def _add_history(state: RowState, batch: Unpacked, sampled: Array, alive: Array) -> RowState:

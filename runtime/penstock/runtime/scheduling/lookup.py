@@ -368,7 +368,8 @@ class Lookup:
         """computes_again: whether the step behind a wrong proposal computes accepted tokens again, and so has
         no proposals. reads_earlier: whether what ended sequences have said may be proposed. text: what may be
         proposed for all, where nothing else is found. text_windows: the windows that guess by the text
-        themselves; while there are some, nothing of it is proposed here. None: no window does.
+        themselves; while there are some, nothing of it is proposed here for the outputs for which they guess.
+        None: no window does.
         """
         self._clock_ns = clock_ns
         self._computes_again = computes_again
@@ -445,7 +446,7 @@ class Lookup:
     def _follow_others(self, copy: Copy, seq: Sequence) -> None:
         """Follow what ended sequences have said, else the text, if the newest tokens occur there."""
         earlier = None if self._earlier is None else self._earlier.of(seq.request)
-        is_read = self._text_windows is not None and self._text_windows.are_used
+        is_read = self._text_windows is not None and self._text_windows.guess_for(seq)
         for said in (earlier, None if is_read else self._text):
             if said is not None and not copy.has_guess:
                 copy.follow(said, seq.token_ids)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median_low
 
+from penstock.runtime.scheduling.sequence import Sequence
+
 _LEAST_TIMES = 3
 """Fewer times are not believed."""
 _KEPT_TIMES = 9
@@ -56,7 +58,13 @@ class TextWindows:
         self._of_rows: dict[int, _Windows] = {}
         """Number of rows to their windows."""
         self.are_used = False
-        """Whether steps are so short that decodes have windows. Then nobody else need read the text."""
+        """Whether steps are so short that decodes have windows."""
+
+    def guess_for(self, seq: Sequence) -> bool:
+        """Say whether windows guess for a sequence, so that nobody else need read the text for it. They do
+        not where a token needs more than the ones before it: a mask, or the counts of a penalty.
+        """
+        return self.are_used and not (seq.is_single or seq.request.sampling.has_penalties)
 
     def choose(self, num_rows: int) -> bool:
         """Say whether a window with so many rows guesses."""
