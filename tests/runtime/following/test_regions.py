@@ -119,6 +119,27 @@ def test_regions_are_kept_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> No
     assert kept.of(halved("w", rows=4), [w]) == {"w": ((range(2, 4), range(4)),)}
 
 
+def test_two_updates_that_begin_at_a_time_do_not_mix_their_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's own updates wait for no other. While one finds the regions of its tensors, another begins
+    whose names have other rules.
+    """
+    kept, rules, others = KeptRegions(range(1, 2), 2), halved("w", rows=8), halved("w", rows=4)
+    w = SentTensor("w", "F32", (8, 4))
+    first, second = (range(4, 8), range(4)), (range(2, 4), range(4))
+    seen: list[Any] = []
+
+    def interrupted(*arguments: Any) -> Any:
+        if not seen:
+            seen.append("begun")
+            seen.append(kept.of(others, [w]))
+        return regions_of(*arguments)
+
+    monkeypatch.setattr(regions, "regions_of", interrupted)
+    assert kept.of(rules, [w]) == {"w": (first,)}
+    assert seen[1] == {"w": (second,)}
+    assert [kept.of(each, [w]) for each in (others, rules)] == [{"w": (second,)}, {"w": (first,)}]
+
+
 def test_more_or_fewer_bytes_than_a_region_has_are_refused() -> None:
     sent = SentTensor("w", "F32", (4, 4))
     with pytest.raises(ValueError, match="reshape"):

@@ -37,21 +37,24 @@ class KeptRegions:
     def __init__(self, own: range, devices: int) -> None:
         """`own`: the numbers of the process's devices among all `devices`."""
         self._own, self._devices = own, devices
-        self._rules: LoadRules | None = None
-        """Those by which the kept regions were found."""
-        self._found: dict[SentTensor, Sequence[Region]] = {}
+        self._kept: tuple[LoadRules | None, Mapping[SentTensor, Sequence[Region]]] = None, {}
+        """Rules, and the regions that were found by them. Several threads may begin updates at a time, so
+        both are replaced at once.
+        """
 
     def of(self, rules: LoadRules, sent: Sequence[SentTensor]) -> Regions:
         """Return the regions of these tensors, which have no checksums. `rules`: what is made of tensors, on
-        all devices.
+        all devices. Any thread may ask.
         """
-        if rules is not self._rules:  # of tensors whose names begin otherwise
-            self._rules, self._found = rules, {}
-        new = [each for each in sent if each not in self._found]
+        by, kept = self._kept
+        if rules is not by:  # of tensors whose names begin otherwise
+            kept = {}
+        new = [each for each in sent if each not in kept]
         if new:
             found = regions_of(own_rules(rules, self._own, self._devices).rules, new)
-            self._found.update((each, found[each.name]) for each in new)
-        return {each.name: self._found[each] for each in sent}
+            kept = {**kept, **{each: found[each.name] for each in new}}
+            self._kept = rules, kept
+        return {each.name: kept[each] for each in sent}
 
 
 def regions_of(rules: Iterable[LoadRule], sent: Sequence[SentTensor]) -> Regions:
