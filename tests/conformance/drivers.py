@@ -80,7 +80,7 @@ def _java() -> list[str]:
     root = kept_folder("java", repr(sources).encode())
     module, complete = root / "clients" / "java", root / "complete"
     with alone_in(root):
-        if not complete.exists():
+        if not (complete.exists() and _has_jars(module)):
             for file, content in sources.items():
                 (root / file).parent.mkdir(parents=True, exist_ok=True)
                 (root / file).write_bytes(content)
@@ -98,6 +98,12 @@ def _java() -> list[str]:
     target = module / "target"
     parts = [str(target / "classes"), str(target / "test-classes"), (target / "classpath.txt").read_text()]
     return ["java", "-cp", os.pathsep.join(parts), "penstock.conformance.Main"]
+
+
+def _has_jars(module: Path) -> bool:
+    """Say whether the jars are still there with which the driver was built. They lie in Maven's folder."""
+    jars = (module / "target" / "classpath.txt").read_text().strip()
+    return all(os.path.exists(jar) for jar in jars.split(os.pathsep))
 
 
 PYTHON = Driver("python", _python, environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})

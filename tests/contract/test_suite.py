@@ -260,6 +260,19 @@ def test_the_files_that_were_used_longest_ago_go_first(tmp_path: Path) -> None:
     keep_newest(tmp_path / "nothing")
 
 
+def test_what_another_user_has_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of temporary files are everybody's, and a run must not end because it may not remove a file."""
+    files = [used(tmp_path / name, UNUSED_S + 100, 10) for name in "ab"]
+
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    keep_newest(tmp_path, 10)
+    remove_unused(files)
+    assert all(file.exists() for file in files)
+
+
 def test_what_nobody_used_for_long_goes(tmp_path: Path) -> None:
     old, new = used(tmp_path / "old", UNUSED_S + 100), used(tmp_path / "new", UNUSED_S - 100)
     inside = used(tmp_path / "folder" / "file", 0)

@@ -61,7 +61,7 @@ def remove_unused(paths: Iterable[Path], unused_s: float = UNUSED_S) -> None:
 
 def keep_newest(folder: Path, most_bytes: int = MOST_CACHE_BYTES) -> None:
     """Remove those of the folder's files that were used longest ago, as their modification times say, until
-    the rest has at most so many bytes.
+    the rest has at most so many bytes. Those of other users stay.
     """
     found = []
     for entry in _files_below(folder):
@@ -72,12 +72,13 @@ def keep_newest(folder: Path, most_bytes: int = MOST_CACHE_BYTES) -> None:
     for _, size, path in sorted(found):
         if total <= most_bytes:
             return
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process may have removed it, or it is another user's
+            Path(path).unlink()
         total -= size
 
 
 def _files_below(folder: Path | str) -> Iterator[os.DirEntry[str]]:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # it may be gone, or another user's
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False):
                 yield from _files_below(entry.path)
