@@ -1,8 +1,9 @@
 """Compiles `src/**/*.cc` into one shared library with the machine's own C++ compiler, once per version.
 
-A wheel has the library in it, because hatch_build.py compiles it then; it serves every jaxlib that has
-the same headers of XLA's FFI. Otherwise it is built on first use, or now, by
-`python -m penstock.runtime.ops.native.build`, with `--folder` for an image that is to have no compiler.
+A wheel has the library in it: hatch_build.py takes that which this machine has compiled of the same sources,
+or compiles it. It serves every jaxlib that has the same headers of XLA's FFI. Otherwise it is built on first
+use, or now, by `python -m penstock.runtime.ops.native.build`, with `--folder` for an image that is to have no
+compiler.
 
 A file's instruction set is the end of its name (`linear/linear_amx.cc`); the rest of the library runs on
 any x86-64, and which of the others is called is decided at run time (`src/common/cpu.cc`).
