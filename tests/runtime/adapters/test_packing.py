@@ -141,6 +141,18 @@ def test_arrays_of_another_order_in_memory() -> None:
     assert of_one(tensor.astype(">f4")).whole().tobytes() == expected
 
 
+def test_an_array_may_be_several_tensors() -> None:
+    """Each has a scaling of its own, as layers have that a pattern of alphas tells apart."""
+    array = np.arange(48, dtype=np.float32).reshape(16, 3)
+    tensors = {"first.B": array, "second.B": array}
+    parts = [
+        Part(name, 0, begin, 16 * MOST_RANK, True, True, 3, scaling, slice(0, 16))
+        for name, begin, scaling in (("first.B", 0, 1.0), ("second.B", 16 * MOST_RANK, 0.5))
+    ]
+    made = packer(parts, tensors, 1, 32 * MOST_RANK).pack(Tensors.in_memory(tensors)).whole()
+    assert made.tobytes() == defined(parts, tensors, 1, 32 * MOST_RANK).tobytes()
+
+
 def test_an_engine_without_the_kernels_compiles_none_for_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the same bits and the same digest."""
     tensor = np.arange(96, dtype=np.float32).reshape(32, 3)

@@ -155,7 +155,11 @@ class Packer:
             if not (is_native and _can_pack(block.part)):
                 self._by_numpy.setdefault(block.part.tensor, []).append(block)
         with np.errstate(over="ignore"):  # an infinite scaling makes numbers that are found
-            table = [_row(block, *described[block.part.tensor]) for block in self._natively]
+            before = ["", *(block.part.tensor for block in self._natively)]
+            table = [
+                _row(block, *described[block.part.tensor], is_first=block.part.tensor != last)
+                for block, last in zip(self._natively, before, strict=False)
+            ]
             self._table = np.array(table, BLOCK)
 
     def pack(self, tensors: Tensors) -> AdapterValues:
@@ -209,16 +213,16 @@ def _can_pack(part: Part) -> bool:
     return part.is_packed and part.num_experts == 1 and isinstance(part.taken, slice)
 
 
-def _row(block: _Block, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[float, ...]:
+def _row(block: _Block, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_first: bool) -> tuple[float, ...]:
     """Return a row of BLOCK, with 0 for where the tensor begins, and a target that counts from where the
-    adapter's memory begins.
+    adapter's memory begins. `is_first`: whether the block before is of another tensor.
     """
     part = block.part
     assert isinstance(part.taken, slice)
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     tensor = (0, num_bytes, CODES[dtype.newbyteorder("=")], shape[1])
     taken = (part.is_b, part.rank, part.taken.start, part.count)
-    return (*tensor, *taken, block.at * _BFLOAT16.itemsize, block.stride, part.scaling, 0)
+    return (*tensor, *taken, block.at * _BFLOAT16.itemsize, block.stride, part.scaling, is_first)
 
 
 def _write_one(part: Part, values: NDArray[Any], target: NDArray[Any]) -> None:

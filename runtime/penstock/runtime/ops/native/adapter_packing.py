@@ -23,7 +23,7 @@ BLOCK: Final = np.dtype(
         *((name, np.int64) for name in ("source", "num_bytes", "dtype", "line", "is_b", "rank", "first")),
         *((name, np.int64) for name in ("count", "target", "stride")),
         ("scaling", np.float32),
-        ("unused", np.int32),
+        ("is_first", np.int32),
     ]
 )
 """`PackedBlock` of src/adapters/packing.h, which explains the fields."""

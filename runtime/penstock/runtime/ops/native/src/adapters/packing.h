@@ -18,7 +18,7 @@ struct PackedBlock {
   int64_t target;  // the address of the first row
   int64_t stride;  // from one row of the target to the next; an even number
   float scaling;
-  int32_t unused;
+  int32_t is_first;  // whether the block before is of another tensor, which may begin at the same address
 };
 
 enum Packing : int64_t { kPacked = 0, kNotRead = 1, kNotFinite = 2, kTooLarge = 3, kNoMemory = 4 };

@@ -197,7 +197,7 @@ int64_t Pack(int file, const PackedBlock* blocks, int64_t count, int64_t& bad, i
   const char* numbers = nullptr;
   for (bad = 0; bad < count; ++bad) {
     const PackedBlock& block = blocks[bad];
-    if (bad == 0 || block.source != blocks[bad - 1].source) {  // else the tensor of the block before
+    if (block.is_first) {  // else `numbers` has the tensor of the block before
       const int64_t size = block.num_bytes / BytesOf(block.dtype);
       from = reinterpret_cast<const char*>(block.source);
       if (file >= 0) {
