@@ -838,7 +838,8 @@ type Adapter struct {
 	// The memory that its weights take.
 	// Unit: bytes.
 	SizeBytes uint64 `protobuf:"varint,5,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
-	// SHA-256 of what it is made of. Two adapters with the same digest answer alike, whatever their names are.
+	// Made by SHA-256 of what it is made of, as the server has it in memory; another server may have another digest of it.
+	// Two adapters of one server with the same digest answer alike, whatever their names are.
 	Digest []byte `protobuf:"bytes,6,opt,name=digest,proto3" json:"digest,omitempty"`
 	// When a request last named it, or when it was loaded.
 	LastUsed *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=last_used,json=lastUsed,proto3" json:"last_used,omitempty"`

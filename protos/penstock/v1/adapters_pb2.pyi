@@ -458,7 +458,9 @@ class Adapter(_message.Message):
     Unit: bytes.
     """
     digest: _builtins.bytes
-    """SHA-256 of what it is made of. Two adapters with the same digest answer alike, whatever their names are."""
+    """Made by SHA-256 of what it is made of, as the server has it in memory; another server may have another digest of it.
+    Two adapters of one server with the same digest answer alike, whatever their names are.
+    """
     running_requests: _builtins.int
     """How many outputs run on what it is made of, under this name or another. Those that wait are not counted.
     Unit: outputs.

@@ -41,11 +41,15 @@ class Adapter:
     size_bytes: int
     """The memory that its weights take."""
     digest: bytes
-    """SHA-256 of what it is made of: two adapters with the same digest answer alike."""
+    """Made by SHA-256 of what it is made of, as the server has it in memory: two adapters of one server with
+    the same digest answer alike.
+    """
     last_used: datetime | None
-    """When a request last began or ended with it, or when it was loaded (UTC)."""
+    """When a request last named it, or when it was loaded (UTC)."""
     running_requests: int
-    """How many outputs wait for it or run on it."""
+    """How many outputs run on what it is made of, under this name or another. Those that wait are not
+    counted.
+    """
     pinned: bool
     """Whether it keeps its place on the device until it is unloaded."""
     source: str
