@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.ops.native import library
@@ -167,6 +167,8 @@ FLOATS = st.floats(2.0**-100, float(np.finfo(np.float32).max), width=32)
     values=st.lists(st.one_of(FLOATS, FLOATS.map(lambda value: -value), st.just(0.0)), min_size=8),
     place=st.integers(0, 47),
 )
+# Of the first value the largest piece is 2, and the least is above zero: their sum would have 25 bits.
+@example(values=[2 - 511 * 2.0**-23, -2 + 511 * 2.0**-23], place=20)
 def test_all_bits_of_a_value_are_multiplied(values: list[float], place: int) -> None:
     """Among zeros, a value times one is that value, whichever of the two is the weight."""
     layer = Layer(np.random.default_rng(1), 16, 16, 48)

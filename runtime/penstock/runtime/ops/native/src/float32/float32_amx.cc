@@ -127,12 +127,14 @@ inline void AddStep(const RowPair& x, int64_t step, const char* weights) {
       TileDotBf16<kSum11, kX1, kW1>();
     }
   };
-  // In this order one operand of each product is that of the one before. Piece 0 is the largest.
+  // In this order one operand of each product is that of the one before. Piece 0 is the largest, and the product of the
+  // largest comes last: the small ones are added up without losing bits, so that among zeros a value times one is that
+  // value.
   load_x(2), load_weights(0), multiply();
+  load_x(1), multiply();
+  load_weights(1), multiply();
   load_x(0), multiply();
   load_weights(2), multiply();
-  load_weights(1), multiply();
-  load_x(1), multiply();
   load_weights(0), multiply();
 }
 
