@@ -149,10 +149,12 @@ class Packer:
         self._blocks = blocks
         # An engine that uses the kernels has loaded them; for another one nothing is compiled here.
         is_native = dtype == _BFLOAT16 and library.loaded() is not None
-        self._natively = [block for block in blocks if is_native and _can_pack(block.part)]
+        self._natively: list[_Block] = []
         self._by_numpy: dict[str, list[_Block]] = {}
         for block in blocks:
-            if not (is_native and _can_pack(block.part)):
+            if is_native and _can_pack(block.part):
+                self._natively.append(block)
+            else:
                 self._by_numpy.setdefault(block.part.tensor, []).append(block)
         with np.errstate(over="ignore"):  # an infinite scaling makes numbers that are found
             before = ["", *(block.part.tensor for block in self._natively)]
