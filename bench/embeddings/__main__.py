@@ -77,8 +77,8 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         sides = [started(name, python, args.model, args.dtype, stack) for name, python in pythons.items()]
         for repeat in range(args.repeats + 1):  # the first warms up
-            for side in sides:
-                for workload, groups in workloads().items():
+            for workload, groups in workloads().items():
+                for side in sides:  # right after each other, because a machine is faster in one minute than in the next
                     found = side.child.ask({"texts": groups})
                     side.first[workload] = found["first"]
                     if repeat:
@@ -98,21 +98,23 @@ def started(name: str, python: str, model: str, dtype: str, stack: contextlib.Ex
 
 
 def table(sides: Sequence[Side]) -> str:
-    """Write the texts a second in Markdown: the median, the least and the most; and processor time for each
-    text.
+    """Write the texts a second in Markdown: the median, the least and the most; how many times as fast the first
+    engine was, as the median of the repeats, each of which has both; and processor time for each text.
     """
-    heads = ("workload", "engine", "texts/s", "from", "to", "processor ms/text", "cosine with the first")
-    rows = [heads, ("---", "---", *["--:"] * 5)]
+    heads = ("workload", "engine", "texts/s", "from", "to", "first is", "processor ms/text", "cosine with the first")
+    rows = [heads, ("---", "---", *["--:"] * 6)]
     for workload, groups in workloads().items():
         count = sum(map(len, groups))
         for side in sides:
             rates = sorted(count / seconds for seconds in side.seconds[workload])
+            of_both = zip(side.seconds[workload], sides[0].seconds[workload], strict=True)
+            times = statistics.median(own / of_first for own, of_first in of_both)
             cost = 1000 * statistics.median(side.processor[workload]) / count
             cosine = float(np.dot(side.first[workload], sides[0].first[workload]))
             told = f"{cosine:.5f}" if cosine >= _LEAST_COSINE else f"{cosine:.5f}: another model!"
             figures = (statistics.median(rates), rates[0], rates[-1])
             told_figures = tuple(f"{figure:.1f}" for figure in figures)
-            rows.append((workload, side.name, *told_figures, f"{cost:.2f}", told))
+            rows.append((workload, side.name, *told_figures, f"{times:.2f}", f"{cost:.2f}", told))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
