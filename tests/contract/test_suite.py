@@ -160,6 +160,13 @@ def test_a_case_that_is_marked_but_is_not_there_is_told() -> None:
             few(["a"], always, ci)
 
 
+def test_tests_of_what_a_fixture_makes_of_a_case_are_drawn_together() -> None:
+    always, *swept = few(["a", "b", "c"], ["a"], shared="engine")
+    assert always == "a"
+    assert [mark.args for case in swept for mark in case.marks] == [("engine: b",), ("engine: c",)]
+    assert [mark.args for case in few(["a"], []) for mark in case.marks] == [()]
+
+
 def test_what_only_the_sweep_has_is_told_with_how_many_commits_have_some_of_it() -> None:
     """A test that also has a case in another tier is not among it."""
     placed = [

@@ -51,7 +51,9 @@ class Served:
 FORMATS = ("plain", "tied", "packed", "int8", "packed int8", "int4")
 
 
-@pytest.fixture(scope="module", params=few(FORMATS, ["tied", "packed", "packed int8"]))
+@pytest.fixture(
+    scope="module", params=few(FORMATS, ["tied", "packed", "packed int8"], shared="engine of uploads")
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("served")
     directory, changes = GOLDEN / "qwen2", {}

@@ -187,9 +187,14 @@ def _goldens_of(source: str, root: Path) -> set[str]:
     }
 
 
-def few(cases: Iterable[Any], always: Collection[Any], ci: Collection[Any] = ()) -> list[Any]:
+def few(
+    cases: Iterable[Any], always: Collection[Any], ci: Collection[Any] = (), *, shared: str = ""
+) -> list[Any]:
     """Make the cases as parameters of a test. `make test` runs `always`, CI also those of `ci`, and the sweep
     has the others. A case of several parameters is a tuple.
+
+    shared: what a fixture makes of each case for several tests, such as "engine of snapshots". The tests of
+    such a case are drawn together, because each run that has one of them pays for what they share.
     """
     cases = list(cases)
     if unknown := [case for case in (*always, *ci) if case not in cases]:
@@ -199,7 +204,11 @@ def few(cases: Iterable[Any], always: Collection[Any], ci: Collection[Any] = ())
         if case in always
         else pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
-            marks=pytest.mark.ci if case in ci else pytest.mark.sweep,
+            marks=pytest.mark.ci if case in ci else _sweep(shared and f"{shared}: {case}"),
         )
         for case in cases
     ]
+
+
+def _sweep(shared: str) -> pytest.MarkDecorator:
+    return pytest.mark.sweep(shared) if shared else pytest.mark.sweep

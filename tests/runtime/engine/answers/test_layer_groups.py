@@ -57,7 +57,11 @@ def asked(prompts: Sequence[tuple[int, ...]], n: int = 1) -> list[Request]:
     ]
 
 
-@pytest.fixture(scope="module", params=few(["bfloat16", "float32"], [], ci=["bfloat16"]), autouse=True)
+@pytest.fixture(
+    scope="module",
+    params=few(["bfloat16", "float32"], [], ci=["bfloat16"], shared="engines of groups"),
+    autouse=True,
+)
 def dtype(request: pytest.FixtureRequest) -> str:
     """Native kernels compute the model in bfloat16, and XLA computes it in float32."""
     if request.param == "bfloat16" and not library.available():

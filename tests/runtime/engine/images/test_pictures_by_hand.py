@@ -75,7 +75,7 @@ CI = ("windows",)
 
 @pytest.fixture(
     scope="module",
-    params=few(ENGINES, ALWAYS, CI),
+    params=few(ENGINES, ALWAYS, CI, shared="engine of pictures"),
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     backend = accelerator() if request.param == "as on an accelerator" else None

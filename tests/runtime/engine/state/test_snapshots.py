@@ -40,7 +40,7 @@ ALWAYS = ("chunks of 7 tokens",)
 """What `make test` runs."""
 
 
-@pytest.fixture(scope="module", params=few(tuple(ENGINES), ALWAYS, CI))
+@pytest.fixture(scope="module", params=few(tuple(ENGINES), ALWAYS, CI, shared="engine of snapshots"))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     options = dict(ENGINES[request.param])
     if request.param == "as on an accelerator":
