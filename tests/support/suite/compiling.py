@@ -102,8 +102,8 @@ def _ask_xla() -> None:
     def made(*arguments: Any, **named: Any) -> Any:
         options = make(*arguments, **named)
         on_cpu = getattr(named.get("backend"), "platform", "") == "cpu"
-        if quick_xla.HAS_OLDER and on_cpu and not is_quick():
-            options.env_option_overrides = [*options.env_option_overrides, (quick_xla.OPTION, True)]
+        if on_cpu and not is_quick():
+            options.env_option_overrides = [*options.env_option_overrides, *quick_xla.USERS.items()]
         return options
 
     mock.patch.object(compiler, "get_compile_options", made).start()
