@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading import served_model
 from penstock.runtime.loading.checkpoint import load_config
-from penstock.runtime.loading.pooling import read_pooling, with_projections
+from penstock.runtime.loading.pooling import read_most_tokens, read_pooling, with_projections
 from penstock.runtime.loading.served_model import load_model
 from penstock.runtime.requests.request import Pooling
 from tests.support.goldens import CONFIG, GOLDEN
@@ -85,6 +85,7 @@ DENSE = {"in_features": 48, "out_features": 6, "bias": False, "activation_functi
         (ENCODER, "Pooling Dense", {"out_features": True}, "out_features must be from 1 to"),
         (ENCODER, "Pooling Dense", {"in_features": None}, "in_features must be 48"),
         (ENCODER, "Pooling Dense", {"bias": 1}, "bias must be true or false"),
+        (ENCODER, "Pooling Dense", {"use_residual": True}, "use_residual must be false"),
         (ENCODER, "Pooling Dense", {"activation_function": "torch.nn.Mish"}, "activation_function must be"),
         (ENCODER, "Pooling Dense", {"activation_function": ["x"]}, "activation_function must be"),
         (ENCODER, "Pooling Dense", {"module_input_name": "token_embeddings"}, "module_input_name must be"),
@@ -103,28 +104,60 @@ def test_wrong_layers_behind_the_pooling_are_refused(tmp_path, config, kinds, ch
 
 
 @pytest.mark.parametrize(
-    ("mode", "pooling"),
+    ("config", "found"),
     [
-        ("cls_token", Pooling.FIRST_TOKEN),
-        ("mean_tokens", Pooling.MEAN),
-        ("lasttoken", Pooling.LAST_TOKEN),
-        ("max_tokens", Pooling.MAX),
-        ("mean_sqrt_len_tokens", None),
-        ("weightedmean_tokens", None),
-        ("max_tokens and mean_tokens", None),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, Pooling.FIRST_TOKEN),
+        ({"pooling_mode_mean_tokens": True, "include_prompt": True}, Pooling.MEAN),
+        ({"pooling_mode_lasttoken": True}, Pooling.LAST_TOKEN),
+        ({"pooling_mode_max_tokens": True}, Pooling.MAX),
+        ({"pooling_mode_mean_sqrt_len_tokens": True}, "not pooling_mode_mean_sqrt_len_tokens$"),
+        (
+            {"pooling_mode_weightedmean_tokens": True},
+            "pooling_mode_max_tokens, not pooling_mode_weightedmean_tokens$",
+        ),
+        (
+            {"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True},
+            "not pooling_mode_max_tokens and pooling_mode_mean_tokens$",
+        ),
+        ({}, "not none$"),
+        # As Sentence Transformers 6 writes them. Several poolings, whose vectors it joins, are refused.
+        ({"pooling_mode": "cls", "include_prompt": True}, Pooling.FIRST_TOKEN),
+        ({"pooling_mode": "mean", "pooling_mode_cls_token": True}, Pooling.MEAN),
+        ({"pooling_mode": ["lasttoken"]}, Pooling.LAST_TOKEN),
+        ({"pooling_mode": "max"}, Pooling.MAX),
+        ({"pooling_mode": "weightedmean"}, "one of lasttoken, cls, mean, max, not weightedmean$"),
+        ({"pooling_mode": ["mean", "max"]}, "not mean and max$"),
+        ({"pooling_mode": []}, "not none$"),
+        ({"pooling_mode": {"mean": True}}, "not {'mean': True}$"),
+        ({"pooling_mode": "mean", "include_prompt": False}, "include_prompt must be true"),
     ],
 )
-def test_the_pooling_of_sentence_transformers(tmp_path, mode, pooling):
-    """Several poolings, whose vectors Sentence Transformers joins, are refused, as unknown ones are."""
+def test_the_pooling_of_sentence_transformers(tmp_path, config, found):
     modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(
-        json.dumps({f"pooling_mode_{name}": True for name in mode.split(" and ")})
-    )
-    if pooling is None:
-        named = " and ".join(f"pooling_mode_{name}" for name in mode.split(" and "))
-        with pytest.raises(ConfigError, match=f", not {named}$"):
-            read_pooling(tmp_path, Pooling.MEAN)
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    if isinstance(found, Pooling):
+        assert read_pooling(tmp_path, Pooling.MEAN) == found
     else:
-        assert read_pooling(tmp_path, Pooling.MEAN) == pooling
+        with pytest.raises(ConfigError, match=found):
+            read_pooling(tmp_path, Pooling.MEAN)
+
+
+@pytest.mark.parametrize(
+    ("told", "of_tokenizer", "found"),
+    [
+        ({"max_seq_length": 32}, {"model_max_length": 48}, 32),
+        ({"max_seq_length": None}, {"model_max_length": 48}, 48),
+        ({"transformer_task": "feature-extraction"}, {"model_max_length": 48}, 48),
+        ({"transformer_task": "feature-extraction"}, {"model_max_length": 1e30}, 10**30),
+        ({"transformer_task": "feature-extraction"}, {}, None),
+        ({"transformer_task": "feature-extraction"}, None, None),
+        (None, {"model_max_length": 48}, None),  # nothing of Sentence Transformers, which would cut texts
+    ],
+)
+def test_where_sentence_transformers_says_how_long_texts_may_be(tmp_path, told, of_tokenizer, found):
+    for name, content in (("sentence_bert_config.json", told), ("tokenizer_config.json", of_tokenizer)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert (read_most_tokens(tmp_path) or 0) == pytest.approx(found or 0)

@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 MODULES = "modules.json"
 _TRANSFORMER = "sentence_bert_config.json"
 _PROMPTS = "config_sentence_transformers.json"
+_TOKENIZER = "tokenizer_config.json"
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 _ACTIVATIONS: Mapping[str, Activation | None] = {
     "Identity": None,
@@ -32,12 +33,20 @@ _ACTIVATIONS: Mapping[str, Activation | None] = {
 """The last part of what a module Dense calls its activation, a class of torch.nn, to ours."""
 _MOST_NUMBERS = 1 << 16
 """Most numbers of an embedding that a module Dense may make."""
-_SUPPORTED = {
+_FLAGS: Mapping[str, Pooling] = {
     "pooling_mode_lasttoken": Pooling.LAST_TOKEN,
     "pooling_mode_cls_token": Pooling.FIRST_TOKEN,
     "pooling_mode_mean_tokens": Pooling.MEAN,
     "pooling_mode_max_tokens": Pooling.MAX,
 }
+"""The fields of which one is true, in files that Sentence Transformers wrote before it had `pooling_mode`."""
+_MODES: Mapping[str, Pooling] = {
+    "lasttoken": Pooling.LAST_TOKEN,
+    "cls": Pooling.FIRST_TOKEN,
+    "mean": Pooling.MEAN,
+    "max": Pooling.MAX,
+}
+"""What `pooling_mode` may be."""
 
 
 def read_pooling(directory: Path, otherwise: Pooling) -> Pooling:
@@ -53,11 +62,23 @@ def read_pooling(directory: Path, otherwise: Pooling) -> Pooling:
         return otherwise
     path = paths[0]
     config = read_json_object(path)
-    modes = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
-    if len(modes) != 1 or modes[0] not in _SUPPORTED:
-        described = " and ".join(modes) or "none"
-        raise ConfigError(f"{path}: the pooling must be one of {', '.join(_SUPPORTED)}, not {described}")
-    return _SUPPORTED[modes[0]]
+    if config.get("include_prompt", True) is not True:
+        raise ConfigError(
+            f"{path}: include_prompt must be true: to leave the tokens of prompts out of the pooling is not "
+            "supported; change it if you put no prompt before your texts"
+        )
+    named = config.get("pooling_mode")
+    if named is None:
+        supported = _FLAGS
+        modes: list[object] = [
+            name for name, on in config.items() if name.startswith("pooling_mode_") and on is True
+        ]
+    else:
+        supported, modes = _MODES, named if isinstance(named, list) else [named]
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in supported:
+        described = " and ".join(map(str, modes)) or "none"
+        raise ConfigError(f"{path}: the pooling must be one of {', '.join(supported)}, not {described}")
+    return supported[modes[0]]
 
 
 def with_projections(config: ModelConfig, directory: Path) -> tuple[ModelConfig, Mapping[str, TensorEntry]]:
@@ -111,6 +132,8 @@ def _projection(path: Path, in_size: int) -> ProjectionConfig:
     for name in ("module_input_name", "module_output_name"):
         if config.get(name) not in (None, "sentence_embedding"):
             problems.append(f"{name} must be sentence_embedding")
+    if config.get("use_residual", False) is not False:
+        problems.append("use_residual must be false")
     if problems:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     return ProjectionConfig(
@@ -123,8 +146,9 @@ def _projection(path: Path, in_size: int) -> ProjectionConfig:
 
 
 def read_most_tokens(directory: Path) -> int | None:
-    """Read the length at which Sentence Transformers cuts texts of a checkpoint; None: its files say none.
-    What its files ask for besides, and a request has to do itself, is logged.
+    """Read the length at which Sentence Transformers cuts texts of a checkpoint; None: files say none. Newer
+    versions have it in the tokenizer's file. What else its files ask for, and a request has to do itself, is
+    logged.
     """
     file, prompts_file = directory / _TRANSFORMER, directory / _PROMPTS
     if prompts_file.exists():
@@ -140,9 +164,15 @@ def read_most_tokens(directory: Path) -> int | None:
     config = read_json_object(file)
     if config.get("do_lower_case") is True:
         _log.warning("%s: do_lower_case is left to the tokenizer", file)
-    most = config.get("max_seq_length")
+    name = "max_seq_length"
+    if config.get(name) is None and (directory / _TOKENIZER).exists():
+        name, file = "model_max_length", directory / _TOKENIZER
+        config = read_json_object(file)
+    most = config.get(name)
+    if isinstance(most, float) and most.is_integer():
+        most = int(most)  # transformers' 1e30 for no limit
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise ConfigError(f"{file}: max_seq_length must be a number of tokens, not {most!r}")
+        raise ConfigError(f"{file}: {name} must be a number of tokens, not {most!r}")
     return most
 
 
