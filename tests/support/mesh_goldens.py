@@ -73,9 +73,14 @@ def reading(directory: Path, config: ModelConfig, state: ModelState, mesh: Mesh)
 
 
 def say(name: str, problem: str, program: str) -> None:
-    collectives = Counter(_COLLECTIVE.findall(program))
-    sys.stdout.write(json.dumps({"name": name, "problem": problem, "collectives": collectives}) + "\n")
+    line = {"name": name, "problem": problem, "collectives": collectives_of(program)}
+    sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
+
+
+def collectives_of(program: str) -> Counter[str]:
+    """Count the collectives in a program's HLO."""
+    return Counter(_COLLECTIVE.findall(program))
 
 
 if __name__ == "__main__":

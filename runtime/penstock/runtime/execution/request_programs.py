@@ -18,6 +18,7 @@ from penstock.runtime.execution.step_programs import AdapterPool, KVCache, Rebui
 from penstock.runtime.models.load_rules import AXIS
 from penstock.runtime.ops.adapters import WriteRow
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
+from penstock.runtime.ops.collectives import summed
 from penstock.runtime.ops.sampler import LogprobsOp, RowState, Sampled, report
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
 from penstock.runtime.requests.request import Request
@@ -238,7 +239,7 @@ def _copied(layer: Array, source: Array, destination: Array, pieces: int) -> Arr
     device = lax.axis_index(AXIS)
     page = lax.dynamic_slice_in_dim(layer, source // pieces, 1, 0)
     bits = lax.bitcast_convert_type(page, f"uint{8 * page.dtype.itemsize}")
-    bits = lax.psum(jnp.where(source % pieces == device, bits, 0), AXIS)
+    bits = summed(jnp.where(source % pieces == device, bits, 0), AXIS)
     before = lax.dynamic_slice_in_dim(layer, destination // pieces, 1, 0)
     page = jnp.where(destination % pieces == device, lax.bitcast_convert_type(bits, page.dtype), before)
     return lax.dynamic_update_slice_in_dim(layer, page, destination // pieces, 0)

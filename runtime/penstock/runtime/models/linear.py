@@ -40,6 +40,7 @@ from penstock.runtime.models.load_rules import (
 )
 from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
+from penstock.runtime.ops import collectives
 from penstock.runtime.ops.adapters import AdapterPlace, LinearAdapters, added, delta
 from penstock.runtime.ops.cache_spec import TPU_LANES
 from penstock.runtime.ops.codes import OUTPUTS, CodeForm, matmul_codes, rows_of
@@ -431,8 +432,7 @@ def project_float32(
 def summed(y: jax.Array) -> jax.Array:
     """Sum over the devices what each of them computed of an array, in float32."""
     with jax.named_scope("sum"):
-        total: jax.Array = jax.lax.psum(y.astype(jnp.float32), AXIS)
-    return total
+        return collectives.summed(y.astype(jnp.float32), AXIS)
 
 
 def add_projected(
@@ -592,7 +592,7 @@ def logits(
             out = np.float32(softcap) * jnp.tanh(out / np.float32(softcap))
     if head.outputs_are_cut:
         with jax.named_scope("gather"):
-            out = jax.lax.all_gather(out, AXIS, axis=1, tiled=True)
+            out = collectives.gathered(out, AXIS)
     return out
 
 

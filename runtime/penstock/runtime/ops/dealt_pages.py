@@ -24,6 +24,7 @@ from penstock.runtime.ops.attention import (
     check_cache,
     sums_over_keys,
 )
+from penstock.runtime.ops.collectives import gathered
 from penstock.runtime.ops.kv_rows import write_kv
 
 
@@ -52,7 +53,7 @@ def dealt_attention(
         page % pieces == device, page // pieces * page_size + offset, kv.shape[0] * page_size
     )
     kv = write_kv(kv, k_new, v_new, own_slots)
-    of_all_heads = lax.all_gather(q, axis, axis=1, tiled=True)
+    of_all_heads = gathered(q, axis)
     some = own_pages(meta, device, pieces, page_size)
     sums = sums_over_keys(of_all_heads, kv, meta, options, span=span, some=some)
     found = by_token(jnp.concatenate([sums.acc, sums.total[..., None], sums.peak[..., None]], axis=-1), meta)

@@ -1,0 +1,57 @@
+"""A process of a group whose devices add up and gather random arrays.
+
+    python -m tests.support.group_sums PROCESS PROCESSES DEVICES COORDINATOR
+
+It prints a JSON object: the collectives of each program, and the bits of what one device has at the end, in
+hexadecimal, by the number of rows.
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from penstock.runtime.execution.backend import mesh_of
+from penstock.runtime.execution.cpu_threads import start_backends
+from penstock.runtime.execution.on_mesh import CUT, on_mesh
+from penstock.runtime.models.load_rules import AXIS
+from penstock.runtime.ops.collectives import gathered, summed
+from tests.support.mesh_goldens import collectives_of
+
+ROWS = (1, 3, 16)
+SIZE = 48
+
+
+def values(devices):
+    """Return what each device has of each row: float32 [devices, rows, SIZE]."""
+    drawn = np.random.default_rng(7).normal(size=(devices, max(ROWS), SIZE))
+    return (drawn * 10.0 ** np.arange(devices)[:, None, None]).astype(np.float32)
+
+
+def main():
+    process, processes, devices = map(int, sys.argv[1:4])
+    if processes > 1:
+        jax.distributed.initialize(
+            sys.argv[4], processes, process, cluster_detection_method="deactivate", initialization_timeout=120
+        )
+    mesh = mesh_of(start_backends(1, devices // processes))
+    given, said = values(devices), {"collectives": {}}
+    for operation in (summed, gathered):
+        for rows in ROWS:
+            array = jax.make_array_from_callback(
+                (devices, rows, SIZE),
+                NamedSharding(mesh, CUT),
+                lambda part, rows=rows: given[:, :rows][part],
+            )
+            program = on_mesh(lambda own, run=operation: run(own, AXIS), mesh, (CUT,), CUT)
+            compiled = jax.jit(program).lower(array).compile()
+            said["collectives"][operation.__name__] = collectives_of(compiled.as_text())
+            (first, *_) = compiled(array).addressable_shards
+            said.setdefault(operation.__name__, {})[rows] = np.asarray(first.data).tobytes().hex()
+    sys.stdout.write(json.dumps(said) + "\n")
+
+
+if __name__ == "__main__":
+    main()
