@@ -438,7 +438,7 @@ def resolve(
         # A window of decode steps is one program, and stages have one each.
         "max_decode_steps": 1 if config.pipeline_parallel_size > 1 else config.max_decode_steps,
         "max_proposed_tokens": None
-        if config.speculation == "off"
+        if config.speculation == "off" or config.pipeline_parallel_size > 1
         else config.max_proposed_tokens or DEFAULT_PROPOSED_TOKENS,
     }
     return ResolvedConfig(**values)

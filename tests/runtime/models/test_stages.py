@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime.building import laid_out
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.inspection import inspect_config
@@ -157,6 +157,11 @@ def test_options_that_do_not_go_with_stages_are_named(options, problem):
     EngineConfig(**options)
     with pytest.raises(ConfigError, match=f"{problem} where pipeline_parallel_size is above 1"):
         EngineConfig(**options, pipeline_parallel_size=2)
+
+
+def test_nothing_is_proposed_in_stages_where_an_operator_says_nothing_of_speculation():
+    options = EngineConfig(pipeline_parallel_size=2, speculation="auto")
+    assert resolve(options, CPU_SIZES).max_proposed_tokens is None
 
 
 def test_stages_keep_rows_as_wide_as_those_of_the_whole_model():
