@@ -42,6 +42,7 @@ from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.following.interface import DispatchLog
 from penstock.runtime.following.leading import LeadingRunner
+from penstock.runtime.following.stages import LastStageRunner, StageRunner
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
 from penstock.runtime.grammar.vocabulary import rule_and_ends
@@ -144,7 +145,11 @@ def build(
         shapes = dataclasses.replace(shapes, text_guesses=text_guesses, text_rows=CHECKED_ROWS)
     parts = (model.graphdef, model.weights, model.cache, shapes, backend)
     runner: ModelRunner
-    if model.stages:
+    if backend.own_stage is not None and log_of_calls is not None:
+        runner = LastStageRunner(*parts, model.stages, log_of_calls)
+    elif backend.own_stage is not None:
+        runner = StageRunner(*parts, model.stages)
+    elif model.stages:
         runner = PipelineRunner(*parts, model.stages)
     elif log_of_calls is None:
         runner = ModelRunner(*parts, model.draft, model.lookup_tokens)
@@ -644,7 +649,8 @@ def _build_info(parts: EngineParts) -> BuildInfo:
 
 
 def _memory(parts: EngineParts) -> dict[str, int]:
-    device, size = parts.runner.device, len(parts.backend.devices)
+    device = parts.runner.device
+    size = device.num_devices
     found = {"weights": device.weights_bytes // size, "kv_cache": device.cache_bytes // size}
     resident, memory = resident_bytes(), parts.backend.memory()
     if resident is not None:

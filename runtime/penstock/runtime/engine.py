@@ -243,7 +243,7 @@ class Engine(EngineCore):
             backend=parts.backend,
             meters=UpdateMeters(self.registry),
             threads=update_threads(parts.config.threads),
-            share=alone if log_of_calls is None else sharing(log_of_calls, parts.backend.mesh),
+            share=alone if log_of_calls is None else sharing(log_of_calls, parts.backend, model.stages),
         )
         """Takes new weights, from other programs and from files."""
         self.adapters = AdapterRegistry(

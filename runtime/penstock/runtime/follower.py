@@ -12,11 +12,13 @@ from penstock.runtime.building import build
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import GroupEnded
 from penstock.runtime.execution.backend import choose_backend
+from penstock.runtime.execution.program_set import Programs, StagePrograms
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import Call, GroupOptions, LeaderLink
 from penstock.runtime.following.joining import check_adapters, check_pictures, joined
 from penstock.runtime.following.repeating import Repeater
 from penstock.runtime.following.sharing import FollowedModel, FollowedUpdates
+from penstock.runtime.following.stages import StageRepeater, StageRunner
 from penstock.runtime.loading.served_model import load_model
 from penstock.runtime.updating.update import update_threads
 
@@ -40,18 +42,26 @@ def follow(
     runner = parts.runner
     check_pictures(runner.config.vision, runner.config.encode_buckets)
     check_adapters(runner.config)
-    programs = runner.compiled()
+    stage = None if backend.own_stage is None else loaded.stages[backend.own_stage]
     assert loaded.rules_for is not None, "a checkpoint has rules"
     followed = FollowedModel(
         device=runner.device,
         backend=backend,
         rules_for=loaded.rules_for,
+        stage=stage,
         threads=update_threads(parts.config.threads),
         roots=weights_roots,
     )
     del loaded, parts  # they hold weights that an update is to free
     updates = FollowedUpdates(followed, link.report)
-    repeater = Repeater(runner, programs, updates)
+    repeater: Repeater | StageRepeater
+    programs: Programs | StagePrograms
+    if isinstance(runner, StageRunner):
+        programs, links = runner.compiled_stage()
+        repeater = StageRepeater(runner, programs, links, updates)
+    else:
+        programs = runner.compiled()
+        repeater = Repeater(runner, programs, updates)
     link.begin(program_facts(runner, programs))
     gc.collect()
     gc.freeze()

@@ -328,3 +328,22 @@ def test_each_stage_has_devices_of_its_own() -> None:
             *cast("Any", [Accelerator(None, platform="tpu") for _ in range(3)]),
         )
     assert choose_backend(EngineConfig(), *devices).devices == devices[:1]
+
+
+def test_a_process_of_a_group_has_the_stage_whose_devices_are_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory is that of its own devices. Devices that are not here may name processes that are none."""
+    options = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2, kv_cache_bytes=GIB)
+    four = [
+        Accelerator({"bytes_limit": 1, "bytes_in_use": 0}, id=i, process_index=1 - i // 2) for i in range(4)
+    ]
+    backend = choose_backend(options, *cast("Any", four), memory=DeviceMemory(1, 0))
+    assert (backend.own_stage, backend.mesh.devices.tolist()) == (None, four[:2])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    backend = choose_backend(options, *cast("Any", four))
+    assert (backend.own_stage, backend.mesh.devices.tolist()) == (1, four[2:])
+    assert backend.of_stage(1).own_stage is None
+    found = backend.memory()
+    assert found is not None
+    assert found.limit_bytes == 1

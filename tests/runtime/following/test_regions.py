@@ -27,6 +27,7 @@ from penstock.runtime.models.load_rules import (
     put_zeros,
 )
 from penstock.runtime.models.params import leaf_shapes, load_rules
+from penstock.runtime.models.stages import stages_of
 from penstock.runtime.sent_tensors import SentTensor
 from tests.runtime.following.test_own_rules import filled
 from tests.support.goldens import GOLDEN
@@ -138,6 +139,20 @@ def test_two_updates_that_begin_at_a_time_do_not_mix_their_regions(monkeypatch: 
     assert kept.of(rules, [w]) == {"w": (first,)}
     assert seen[1] == {"w": (second,)}
     assert [kept.of(each, [w]) for each in (others, rules)] == [{"w": (second,)}, {"w": (first,)}]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_with_a_stage_needs_the_matrices_of_its_own_layers(number: int) -> None:
+    """And those of the first stage, or of the last one. This model has another head than its embeddings."""
+    config, tensors = load_config(GOLDEN / "llama"), find_tensors(GOLDEN / "llama")
+    kept = KeptRegions(range(1), 1, stages_of(config, 2)[number])
+    sent = [SentTensor(each, name_of(tensor.dtype), tensor.shape) for each, tensor in tensors.items()]
+    matrices = {each.name for each in sent if len(each.shape) == 2}
+    needed = {name for name, found in kept.of(load_rules(config), sent).items() if found}
+    own = {name for name in matrices if name.startswith(f"model.layers.{number}.")}
+    at_end = "lm_head.weight" if number else "model.embed_tokens.weight"
+    assert needed & matrices == own | {at_end}
+    assert own
 
 
 def test_more_or_fewer_bytes_than_a_region_has_are_refused() -> None:

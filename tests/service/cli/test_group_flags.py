@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.following import joining
 from penstock.runtime.following.interface import GroupOptions
 from penstock.runtime.following.joining import check_options, shares
 from penstock.server_cli.serving.flags import options_of
@@ -132,9 +134,17 @@ def test_devices_that_processes_cannot_share(size: int | None) -> None:
         check_options(EngineConfig(tensor_parallel_size=size), TWO)
 
 
-def test_stages_are_in_one_process() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size: must be 1 with processes"):
-        check_options(EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2), TWO)
+def test_each_process_has_one_stage_and_the_leader_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size: .* 2, not 3: each process has one stage"):
+        check_options(options, TWO)
+    devices = [SimpleNamespace(process_index=number // 2, platform="cpu") for number in range(6)]
+    monkeypatch.setattr(joining, "process_facts", lambda model, config, processes: {})
+    monkeypatch.setattr(joining, "_join", lambda options: None)
+    monkeypatch.setattr(joining, "start_backends", lambda threads, count: devices if count == 2 else None)
+    group = GroupOptions(processes=3, process_id=0, coordinator="a:1")
+    found: list[Any] = joining.joined("model", options, group, lambda facts: None)
+    assert [device.process_index for device in found] == [1, 1, 2, 2, 0, 0]
 
 
 def test_each_process_gives_its_share_in_the_order_of_the_processes() -> None:

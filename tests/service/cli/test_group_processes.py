@@ -9,6 +9,8 @@ import random
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,39 +60,53 @@ def ask(stub: Any, case: dict[str, Any], **more: Any) -> Any:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("name", "size"),
+    ("name", "size", "stages"),
     [
-        ("qwen3", 2),
+        ("qwen3", 2, 1),
+        ("qwen3", 1, 2),
         *(
-            pytest.param(name, size, marks=pytest.mark.sweep)
-            for name, size in (
-                ("qwen3", 4),  # two devices of each process
-                ("deepseek_v3", 2),
-                ("qwen3_moe", 2),
-                ("qwen3_5", 2),
-                ("gpt_oss", 2),
+            pytest.param(name, size, stages, marks=pytest.mark.sweep)
+            for name, size, stages in (
+                ("qwen3", 4, 1),  # two devices of each process
+                ("deepseek_v3", 2, 1),
+                ("qwen3_moe", 2, 1),
+                ("qwen3_5", 2, 1),
+                ("gpt_oss", 2, 1),
+                ("qwen3", 2, 2),
+                ("deepseek_v3", 1, 2),
+                ("gemma4", 1, 2),  # whose stages also pass embeddings for each layer
+                ("qwen3_5", 1, 2),
+                ("gpt_oss", 2, 2),
+                ("deepseek_v3", 1, 3),
             )
         ),
     ],
 )
-def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
+def test_goldens_of_a_group_are_pytorch_s(name: str, size: int, stages: int) -> None:
     """Prefill in chunks, windows, log-probabilities, a bias and a pause that frees the cache pass through the
-    log, and adapters, which the leader reads and is sent. At the end the follower is told to stop, and both
-    end gracefully.
+    log, and adapters, which the leader reads and is sent; with stages no adapters. At the end the follower is
+    told to stop, and all end gracefully.
     """
     cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
-    adapters = sorted((GOLDEN / "lora" / name).glob("*"))
-    flags = [f"--tensor-parallel-size={size}", *(["--max-adapters=1"] if adapters else [])]
+    adapters = sorted((GOLDEN / "lora" / name).glob("*")) if stages == 1 else []
+    flags = [
+        f"--tensor-parallel-size={size}",
+        f"--pipeline-parallel-size={stages}",
+        *(["--max-adapters=1"] if adapters else []),
+    ]
     if any("expert" in folder.name for folder in adapters):
         flags.append("--adapter-experts")
-    own = ([f"--adapter={folder.name}={folder}" for folder in adapters[:1]], ())
-    with Group(str(GOLDEN / name), CACHE, *flags, own=own) as group:
+    processes = max(2, stages)
+    own = ([f"--adapter={folder.name}={folder}" for folder in adapters[:1]], *[()] * (processes - 1))
+    with Group(str(GOLDEN / name), CACHE, *flags, own=own, processes=processes) as group:
         group.wait_ready()
         with grpc.insecure_channel(group.address) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-            for case in cases:
-                for bypass in (False, True):
-                    reply = ask(stub, case, cache=types_pb2.CacheOptions(bypass_prefix_cache=bypass))
+            for bypass in (False, True):
+                with ThreadPoolExecutor(len(cases)) as pool:  # so that stages have rows in turns
+                    asked = partial(ask, stub, cache=types_pb2.CacheOptions(bypass_prefix_cache=bypass))
+                    replies = list(pool.map(asked, cases))
+                for case, reply in zip(cases, replies, strict=True):
                     output = reply.outputs[0]
                     assert list(output.token_ids) == case["tokens"]
                     np.testing.assert_allclose(output.logprobs.sampled, case["logprobs"], rtol=1e-4)
@@ -118,7 +134,8 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
             control.Resume(control_pb2.ResumeRequest(), timeout=60)
             assert list(ask(stub, cases[0]).outputs[0].token_ids) == cases[0]["tokens"]
         group.processes[1].send_signal(signal.SIGTERM)
-        assert group.wait_codes(60.0) == [75, 0], group.output(0) + group.output(1)
+        others = [75] * (processes - 2)
+        assert group.wait_codes(60.0) == [75, 0, *others], group.output(0) + group.output(1)
 
 
 @pytest.mark.sweep

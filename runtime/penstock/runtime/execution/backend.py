@@ -111,9 +111,12 @@ class Backend:
 
     mesh: Mesh
     """The devices over which the model is cut (`cutting`), along the axis `AXIS`. Where its layers are cut
-    into stages, those of the first one."""
+    into stages, those of the first one that this process has."""
     stages: tuple[Mesh, ...] = ()
     """The devices of each stage, of a model whose layers are cut into stages; () for one that is not."""
+    own_stage: int | None = None
+    """The number of the one stage that this process has, where each process of a group has one; None: this
+    process takes part in all that there is."""
     attention: AttentionOp = _LONG_ATTENTION
     attends_batch_invariantly: AttentionTest = _never
     """Whether the bits that `attention` gives a token depend on its own row alone."""
@@ -177,7 +180,7 @@ class Backend:
 
     def of_stage(self, number: int) -> Backend:
         """Return the same on the devices of one stage alone."""
-        return replace(self, mesh=self.stages[number], stages=())
+        return replace(self, mesh=self.stages[number], stages=(), own_stage=None)
 
     def device_facts(self) -> dict[str, str]:
         """Tell what is known of the devices that programs depend on, whether they are here or not. The name
@@ -227,16 +230,25 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
         )
     if config.context_parallel and config.native == "require":
         raise ConfigError("native: require does not go with context_parallel, whose attention XLA computes")
-    found = _of_platform(config, devices[:size], memory)
+    begins = range(0, size * num_stages, size)
+    own = _own_stage([devices[begin] for begin in begins])
+    found = _of_platform(config, devices[(own or 0) * size :][:size], memory)
     if num_stages > 1:
         if config.kv_cache_bytes is None and found.memory() is not None:
             raise ConfigError(
                 "kv_cache_bytes: must be given where pipeline_parallel_size is above 1, because the memory "
                 "that is left on the devices of the stages differs"
             )
-        begins = range(0, size * num_stages, size)
-        found = replace(found, stages=tuple(mesh_of(devices[i : i + size]) for i in begins))
+        stages = tuple(mesh_of(devices[begin : begin + size]) for begin in begins)
+        found = replace(found, stages=stages, own_stage=own)
     return _with_dealt_pages(found) if config.context_parallel else found
+
+
+def _own_stage(firsts: Sequence[jax.Device]) -> int | None:
+    """See `Backend.own_stage`. `firsts`: the first device of each stage."""
+    if len(firsts) == 1 or jax.process_count() == 1:  # devices that are not here may name other processes
+        return None
+    return [device.process_index for device in firsts].index(jax.process_index())
 
 
 def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: DeviceMemory | None) -> Backend:

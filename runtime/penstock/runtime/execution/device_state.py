@@ -166,6 +166,11 @@ class DeviceState:
         self.leaves, self.draft_leaves = leaves[:count], leaves[count:]
 
     @property
+    def num_devices(self) -> int:
+        """How many devices have what is kept here."""
+        return len(self.sharding.device_set)
+
+    @property
     def weights_bytes(self) -> int:
         """The size of the weights, wherever they lie, with those of the draft."""
         return sum(int(leaf.nbytes) for leaf in (*self.leaves, *self.draft_leaves))
@@ -330,9 +335,11 @@ def builder_of_shapes(
     backend: Backend,
     num_pages: tuple[int, ...],
     draft: DraftModel | None = None,
+    *,
+    stage: Stage | None = None,
 ) -> ProgramBuilder:
     """Make the programs of a model whose `weights` are shapes with shardings, as are those of the draft.
-    Nothing is put on a device, so the backend's devices need not be there.
+    Nothing is put on a device, so the backend's devices need not be there. `stage`: see `DeviceState`.
     """
     leaves, tree = jax.tree.flatten(weights)
     drafted, draft_tree = jax.tree.flatten(None if draft is None else draft.weights)
@@ -360,6 +367,7 @@ def builder_of_shapes(
         draft=draft,
         draft_weights=tuple(drafted),
         rebuild_follower=_rebuilds(draft, draft_tree, rebuild, config.dtype),
+        stage=stage,
     )
 
 

@@ -108,6 +108,11 @@ class PipelineState(DeviceState):
             state.restore_weights()
 
     @property
+    def num_devices(self) -> int:
+        """See `DeviceState`."""
+        return super().num_devices + sum(state.num_devices for state in self.before)
+
+    @property
     def weights_bytes(self) -> int:
         """See `DeviceState`. What several stages have counts in each."""
         return super().weights_bytes + sum(state.weights_bytes for state in self.before)
@@ -219,7 +224,7 @@ class PipelineCalls(ProgramCalls):
         self, key: ProgramKey, packed: Ints, *, has_proposed: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """See `ProgramCalls`. Nobody proposes tokens."""
-        given: Any = self._tokens.give(self._fields(key.rows, packed)[:, SLOT])
+        given: Any = self._tokens.give(row_fields(self._config, key.rows, self._num_groups, packed)[:, SLOT])
         for (programs, state), sharding in zip(self._before, self._next, strict=True):
             state.kv, state.rows, passed = programs.steps[key](
                 state.leaves, state.kv, state.rows, packed, given
@@ -236,7 +241,7 @@ class PipelineCalls(ProgramCalls):
     ) -> Chosen:
         """See `ProgramCalls`."""
         chosen = super().choose(logits, packed, mask, checks)
-        fields = self._fields(logits.shape[0], packed)
+        fields = row_fields(self._config, logits.shape[0], self._num_groups, packed)
         self._tokens.take(fields[fields[:, MAX_SAMPLES] > 0, SLOT], self._device.rows.tokens)
         return chosen
 
@@ -252,10 +257,11 @@ class PipelineCalls(ProgramCalls):
         for programs, state in self._before:
             state.kv = programs.copy_pages(state.kv, pairs)
 
-    def _fields(self, rows: int, packed: Ints) -> Ints:
-        """Return the fields of the rows of a packed buffer."""
-        layout = self._config.layout(ProgramKey(rows, rows, decode_only=True), self._num_groups)
-        return layout.row_views(packed[: layout.rows_size])[1]
+
+def row_fields(config: RunnerConfig, rows: int, num_groups: int, packed: Ints) -> Ints:
+    """Return the fields of the rows of a packed buffer for so many rows. `num_groups`: groups of layers."""
+    layout = config.layout(ProgramKey(rows, rows, decode_only=True), num_groups)
+    return layout.row_views(packed[: layout.rows_size])[1]
 
 
 class PipelineRunner(ModelRunner):

@@ -55,6 +55,7 @@ from penstock.runtime.execution.step_programs import (
     make_window,
 )
 from penstock.runtime.execution.text_guesses import TextTables
+from penstock.runtime.models.layers.inputs import Passed
 from penstock.runtime.models.stages import Stage
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.sampler import RowState
@@ -290,17 +291,21 @@ class ProgramBuilder:
             rebuild, stage, self._layout(key), self._shapes, backend.attention, backend.recurrent
         )
 
+    def passed(self, key: ProgramKey) -> Passed:
+        """Return the shapes of what each stage passes to the next one, on the devices of this one."""
+        first = self.first or self
+        assert first.stage is not None, "only stages pass something"
+        arguments = first._stage_arguments(key)
+        program = on_mesh(
+            first._of_stage(first.stage, key), first.backend.mesh, specs_of(arguments), _OF_STAGE
+        )
+        made = jax.eval_shape(program, *arguments).passed
+        placed: Passed = jax.tree.map(lambda each: self._placed(each.shape, each.dtype), made)
+        return placed
+
     def _stage_arguments(self, key: ProgramKey) -> tuple[Any, ...]:
-        first, packed = self.first, self._ints(self._layout(key).size)
-        given: Any = self._ints(self.config.max_num_seqs)
-        if first is not None:
-            assert first.stage is not None, "the first stage is a stage"
-            arguments = first._stage_arguments(key)
-            program = on_mesh(
-                first._of_stage(first.stage, key), first.backend.mesh, specs_of(arguments), _OF_STAGE
-            )
-            passed = jax.eval_shape(program, *arguments).passed
-            given = jax.tree.map(lambda each: self._placed(each.shape, each.dtype), passed)
+        packed = self._ints(self._layout(key).size)
+        given = self._ints(self.config.max_num_seqs) if self.first is None else self.passed(key)
         return self.weights, self.kv, self.state, packed, given
 
     def joined(self, rows: int) -> jax.stages.Compiled:

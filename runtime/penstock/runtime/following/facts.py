@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution.program_set import Programs
+from penstock.runtime.execution.program_set import Programs, StagePrograms
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.following.interface import Facts
 from penstock.runtime.loading.gguf.file import is_gguf, read_gguf
@@ -72,14 +72,15 @@ def _draft_digest(name: str | None) -> str:
         raise ConfigError(f"draft_model: {name}: {error}") from error
 
 
-def program_facts(runner: ModelRunner, programs: Programs) -> Facts:
-    """Collect what is known once programs are compiled."""
+def program_facts(runner: ModelRunner, programs: Programs | StagePrograms) -> Facts:
+    """Collect what is known once programs are compiled. Where there are stages, nothing guesses."""
+    guesses = programs.guesses if isinstance(programs, Programs) else {}
     return {
         "the pages of the KV cache": ", ".join(map(str, runner.device.num_pages)),
         "max_model_len": str(runner.config.max_model_len),
         "state_snapshots": str(runner.config.num_snapshots),
         "the list of programs": ", ".join(key.name for key in programs.steps),
-        "the rows of programs that guess": ", ".join(map(str, programs.guesses)),
+        "the rows of programs that guess": ", ".join(map(str, guesses)),
     }
 
 

@@ -28,15 +28,20 @@ def joined(
     model: str, config: EngineConfig, options: GroupOptions, meet: Callable[[Facts], None]
 ) -> list[jax.Device]:
     """Meet the group, and return the devices of all its processes over which the model is cut, those of the
-    leader first. Call it before other code computes with JAX. ConfigError if the options do not fit a group.
+    leader first. Where each process has a stage, those of the first stage are the first, and the leader has
+    the last stage. Call it before other code computes with JAX. ConfigError if the options do not fit a
+    group.
     """
     check_options(config, options)
     meet(process_facts(model, config, options.processes))
     _join(options)
-    share = (config.tensor_parallel_size or 1) // options.processes
+    size, has_stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size > 1
+    share = size if has_stages else size // options.processes
     devices = shares(
         start_backends(config.threads or available_processors(), share), share, options.processes
     )
+    if has_stages:
+        devices = [*devices[share:], *devices[:share]]
     if has_own_memory(devices[0]) and config.kv_cache_bytes is None:
         raise ConfigError(
             "kv_cache_bytes: must be given for a model on several processes, because the memory that is left "
@@ -50,7 +55,12 @@ def check_options(config: EngineConfig, options: GroupOptions) -> None:
     if config.compiled is not None:
         raise ConfigError("compiled: is for one process; the processes of a group compile their programs")
     if config.pipeline_parallel_size > 1:
-        raise ConfigError("pipeline_parallel_size: must be 1 with processes: stages are in one process")
+        if config.pipeline_parallel_size != options.processes:
+            raise ConfigError(
+                f"pipeline_parallel_size: must be 1 or the number of processes, {options.processes}, not "
+                f"{config.pipeline_parallel_size}: each process has one stage"
+            )
+        return
     size = config.tensor_parallel_size
     if size is None or size % options.processes:
         raise ConfigError(

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.runtime.loading.dtypes import DTYPES
-from penstock.runtime.loading.own_rules import own_rules
+from penstock.runtime.loading.own_rules import own_rules, rules_of_leaves
 from penstock.runtime.machine import host_memory
 from penstock.runtime.models.load_rules import LoadRule, LoadRules, Source, put_zeros
+from penstock.runtime.models.stages import Stage
 from penstock.runtime.sent_tensors import SentTensor
 
 REGION_BYTES = 1 << 20
@@ -34,9 +35,11 @@ class KeptRegions:
     a trainer have the same tensors, and to find the regions of a large mixture takes a second.
     """
 
-    def __init__(self, own: range, devices: int) -> None:
-        """`own`: the numbers of the process's devices among all `devices`."""
-        self._own, self._devices = own, devices
+    def __init__(self, own: range, devices: int, stage: Stage | None = None) -> None:
+        """`own`: the numbers of the process's devices among all `devices`. `stage`: the one that the process
+        has, where `devices` are those of it alone; None: the whole model.
+        """
+        self._own, self._devices, self._stage = own, devices, stage
         self._kept: tuple[LoadRules | None, Mapping[SentTensor, Sequence[Region]]] = None, {}
         """Rules, and the regions that were found by them. Several threads may begin updates at a time, so
         both are replaced at once.
@@ -51,7 +54,10 @@ class KeptRegions:
             kept = {}
         new = [each for each in sent if each not in kept]
         if new:
-            found = regions_of(own_rules(rules, self._own, self._devices).rules, new)
+            own = own_rules(rules, self._own, self._devices)
+            if self._stage is not None:
+                own = rules_of_leaves(own, self._stage.has)
+            found = regions_of(own.rules, new)
             kept = {**kept, **{each: found[each.name] for each in new}}
             self._kept = rules, kept
         return {each.name: kept[each] for each in sent}

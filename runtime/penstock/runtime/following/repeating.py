@@ -62,16 +62,8 @@ class Repeater:
                 calls.encode_one(self._encode_call(int(call.program), arrays))
             case Kind.WRITE_ADAPTER:
                 self._write_adapter(call.program, *arrays)
-            case Kind.FREE_KV_CACHE:
-                runner.free_kv_cache()
-            case Kind.RESTORE_KV_CACHE:
-                runner.restore_kv_cache()
-            case Kind.OFFLOAD_WEIGHTS:
-                runner.offload_weights()
-            case Kind.RESTORE_WEIGHTS:
-                runner.restore_weights()
-            case Kind.INSTALL_WEIGHTS:
-                self._updates.install(int(call.program))
+            case _:
+                repeat_change(call, runner, self._updates)
 
     def _write_adapter(self, digest: str, slot: NDArray[Any], of_device: NDArray[Any]) -> None:
         """Keep what one device has of an adapter, and write the adapter when all devices' has come."""
@@ -105,6 +97,23 @@ class Repeater:
         packed, *inputs = arrays
         tree = jax.tree.structure(vision.inputs((), bucket))
         return EncodeCall(bucket, jax.tree.unflatten(tree, inputs), packed)
+
+
+def repeat_change(call: Call, runner: ModelRunner, updates: FollowedUpdates) -> None:
+    """Make a call that changes what lies on the devices. ValueError for one of another kind."""
+    match call.kind:
+        case Kind.FREE_KV_CACHE:
+            runner.free_kv_cache()
+        case Kind.RESTORE_KV_CACHE:
+            runner.restore_kv_cache()
+        case Kind.OFFLOAD_WEIGHTS:
+            runner.offload_weights()
+        case Kind.RESTORE_WEIGHTS:
+            runner.restore_weights()
+        case Kind.INSTALL_WEIGHTS:
+            updates.install(int(call.program))
+        case _:
+            raise ValueError(f"this process makes no calls of the kind {call.kind.value}")
 
 
 def _there(array: jax.Array | None) -> jax.Array:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Mesh
 
 from penstock.runtime.errors import PenstockError, TensorsRefused, WeightsError
 from penstock.runtime.execution.backend import Backend
@@ -41,6 +40,7 @@ from penstock.runtime.loading.dtypes import DTYPES, name_of, num_bytes
 from penstock.runtime.loading.own_rules import devices_of, own_devices
 from penstock.runtime.machine.background import BackgroundThread
 from penstock.runtime.models.load_rules import LoadRules, RulesFor
+from penstock.runtime.models.stages import Stage
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.files import UpdateFiles
 from penstock.runtime.updating.incoming import IncomingTensor, digest_of
@@ -145,11 +145,23 @@ class SharedUpdate:
                 raise WeightsError("the update was taken back")
 
 
-def sharing(log: DispatchLog, mesh: Mesh) -> Share:
-    """Say that the followers make an update, too, of a model on this mesh."""
+def sharing(log: DispatchLog, backend: Backend, stages: Sequence[Stage]) -> Share:
+    """Say that the followers make an update, too, of a model on this backend, which has these stages."""
+    return partial(SharedUpdate, log, _kept_by_followers(backend, stages))
+
+
+def _kept_by_followers(backend: Backend, stages: Sequence[Stage]) -> dict[int, KeptRegions]:
+    """Return the regions that each follower needs, by its number."""
+    if backend.own_stage is not None:
+        of_stages = zip(backend.stages, stages, strict=True)
+        return {
+            mesh.devices.flat[0].process_index: KeptRegions(range(mesh.size), mesh.size, stage)
+            for mesh, stage in of_stages
+            if stage.number != backend.own_stage
+        }
+    mesh = backend.mesh
     processes = 1 + max(device.process_index for device in mesh.devices.flat)
-    kept = {number: KeptRegions(devices_of(mesh, number), mesh.size) for number in range(1, processes)}
-    return partial(SharedUpdate, log, kept)
+    return {number: KeptRegions(devices_of(mesh, number), mesh.size) for number in range(1, processes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +171,8 @@ class FollowedModel:
     device: DeviceState
     backend: Backend
     rules_for: RulesFor
+    stage: Stage | None
+    """The stage that this process has; None: it has a part of the whole model."""
     threads: int
     """How many threads make leaves."""
     roots: Sequence[Path]
@@ -173,7 +187,7 @@ class FollowedUpdates:
     def __init__(self, model: FollowedModel, report: Callable[[Taken | Prepared], None]) -> None:
         self._model, self._report = model, report
         mesh = model.backend.mesh
-        self._kept = KeptRegions(own_devices(mesh), mesh.size)
+        self._kept = KeptRegions(own_devices(mesh), mesh.size, model.stage)
         self._updates: dict[int, _FollowedUpdate] = {}
         self._thread = BackgroundThread("penstock-update")
 

@@ -4,7 +4,7 @@ several processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import jax
@@ -31,6 +31,14 @@ def own_rules(rules: LoadRules, own: range, devices: int) -> LoadRules:
     return replace(
         rules, rules=tuple(_moved(rule, own.start) for rule in rules.rules if _device(rule) in own)
     )
+
+
+def rules_of_leaves(rules: LoadRules, has: Callable[[ParamPath], bool]) -> LoadRules:
+    """Return the rules that fill the leaves which `has` names, and what they do in these alone: the leaves of
+    a stage, where another process has the other stages.
+    """
+    kept = ((rule, tuple(target for target in rule.targets if has(target.path))) for rule in rules.rules)
+    return replace(rules, rules=tuple(replace(rule, targets=own) for rule, own in kept if own))
 
 
 def own_shapes(

@@ -40,7 +40,7 @@ from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO, DEMO_DIRECTORY, DEMO_TEXT, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.image_processors import find_processor, find_written_token
-from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
+from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes, rules_of_leaves
 from penstock.runtime.loading.pooling import (
     read_answer_tokens,
     read_most_tokens,
@@ -126,7 +126,8 @@ class ServedModel:
     """The tokens of `EngineConfig.lookup_text`; None: there is none."""
     stages: tuple[Stage, ...] = ()
     """The stages into which its layers are cut, with each leaf on devices of the first one that has it; ():
-    they are not cut."""
+    they are not cut. In a process that has one of them, `weights` has shapes in place of the leaves of the
+    others."""
 
     @property
     def whole_cache(self) -> CacheSpec:
@@ -308,7 +309,13 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         home = cut_sharding(backend.mesh)
         draft = _draft_of(read, _load_own(read.directory, read.facts, config, backend, home), facts.config)
     stages = stages_of(facts.config, config.pipeline_parallel_size)
-    leaves = _load_own(directory, facts, config, backend, partial(_home, stages, backend))
+    leaves: Mapping[Any, Any]
+    if backend.own_stage is None:
+        leaves = _load_own(directory, facts, config, backend, partial(_home, stages, backend))
+    else:
+        place, own_stage = cut_sharding(backend.mesh), stages[backend.own_stage]
+        shapes = placed_shapes(facts.config, facts.dtype, facts.linear, backend.mesh)
+        leaves = {**shapes, **_load_own(directory, facts, config, backend, place, own_stage)}
     served = _served(model, directory, config, facts, leaves, adapted, draft)
     return dataclasses.replace(served, stages=stages, lookup_tokens=lookup_tokens)
 
@@ -343,12 +350,16 @@ def _load_own(
     config: EngineConfig,
     backend: Backend,
     placement: Placement,
+    stage: Stage | None = None,
 ) -> Mapping[Any, Any]:
-    """Load what the devices of this process have of a checkpoint's leaves."""
+    """Load what the devices of this process have of a checkpoint's leaves: of all of them, or of those of one
+    stage.
+    """
     own, devices = own_devices(backend.mesh), backend.mesh.size
+    rules = own_rules(facts.rules, own, devices)
     leaves = load_leaves(
         directory,
-        own_rules(facts.rules, own, devices),
+        rules if stage is None else rules_of_leaves(rules, stage.has),
         facts.tensors,
         own_shapes(leaf_shapes(facts.config, facts.dtype, facts.linear), own, devices),
         placement=placement,

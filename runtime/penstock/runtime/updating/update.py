@@ -33,7 +33,7 @@ from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker, Parts
-from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
+from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes, rules_of_leaves
 from penstock.runtime.loop.changes import Changes
 from penstock.runtime.loop.interface import Applied, InFlightPolicy, InFlightReport, WeightsVersion
 from penstock.runtime.machine import host_memory
@@ -434,8 +434,11 @@ def leaf_maker(
     shapes = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in device.leaves_by_path.items()
     }
+    own_leaves = own_rules(rules, own, devices)
+    if backend.own_stage is not None:
+        own_leaves = rules_of_leaves(own_leaves, shapes.__contains__)
     return LeafMaker(
-        own_rules(rules, own, devices).rules,
+        own_leaves.rules,
         names,
         own_shapes(shapes, own, devices),
         leaves.take,
