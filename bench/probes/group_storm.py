@@ -7,6 +7,8 @@ and at a random moment kills (SIGKILL) or stops (SIGSTOP) its leader or its foll
 must end within the group's timeout by itself, with an exit code that has it started again, and no stream may
 end without an error or with a token that a whole group does not give. What was stopped is killed after that.
 
+With `--stages` each process has one of two stages, in place of a part of each layer.
+
 With `--updates` other weights and the first ones are pushed in turns meanwhile, so that most losses meet an
 update. Every stream must have the tokens of one of the two, because an update waits for those that run.
 """
@@ -48,6 +50,8 @@ OPTIONS = (
     "--threads=1",
     "--grace=5",
 )
+STAGES = ("--tensor-parallel-size=1", "--pipeline-parallel-size=2")
+"""What gives each of two processes a stage."""
 MAX_TOKENS = 120
 READY, MET = "penstock: ready", "processes of the group are there"
 """What a leader prints when it takes requests, and when all processes are there."""
@@ -308,13 +312,15 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=30.0, help="the group's --group-timeout")
     parser.add_argument("--model", default=str(ROOT / "tests" / "golden" / "qwen3"))
     parser.add_argument("--updates", action="store_true", help="push weights meanwhile")
+    parser.add_argument("--stages", action="store_true", help="give each process a stage")
     args = parser.parse_args()
+    more = STAGES if args.stages else ()
     chance, rounds = random.Random(args.seed), []
     with tempfile.TemporaryDirectory() as folder:
         weights = [args.model, *([other_weights(args.model, Path(folder))] if args.updates else [])]
-        right = expected(weights)
+        right = expected(weights, *more)
         for at in range(args.rounds):
-            rounds.append(storm_round(weights, right, chance, args.timeout))
+            rounds.append(storm_round(weights, right, chance, args.timeout, *more))
             print(f"{at + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
     print(table(rounds))
     return int(any(each.problems for each in rounds))

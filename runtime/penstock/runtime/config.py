@@ -111,7 +111,8 @@ class EngineConfig:
     so load it before other code computes with JAX."""
     pipeline_parallel_size: int = 1
     """Into how many stages the layers of the model are cut, each with `tensor_parallel_size` devices of its
-    own. A step passes from stage to stage, while another step is in the stage that it has left."""
+    own. A step passes from stage to stage, while another step is in the stage that it has left. In a group
+    of processes each has one stage."""
     expert_parallel: bool = False
     """Whether the experts of a mixture stay whole, so that each device has some of them. Else each device has
     a part of every expert."""

@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from bench.probes.group_storm import PROMPTS, Group, Reading, expected, other_weights, storm_round
+from bench.probes.group_storm import (
+    PROMPTS,
+    STAGES,
+    Group,
+    Reading,
+    expected,
+    other_weights,
+    storm_round,
+)
 from penstock.client import Client
 from penstock.v1 import (
     control_pb2,
@@ -239,10 +247,13 @@ def test_a_process_with_other_options_is_refused_on_both_sides() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
-def test_no_loss_leaves_a_process_or_a_wrong_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "num_rounds"), [((), 16), (STAGES, 8)], ids=["parts", "stages"])
+def test_no_loss_leaves_a_process_or_a_wrong_token(
+    tmp_path: Path, flags: tuple[str, ...], num_rounds: int
+) -> None:
     """Kills and stops at random moments, also of updates, of which `bench.probes.group_storm` tries more."""
     chance = random.Random(7)
     weights = [str(GOLDEN / "qwen3"), other_weights(str(GOLDEN / "qwen3"), tmp_path)]
-    right = expected(weights, CACHE)
-    rounds = [storm_round(weights, right, chance, 30.0, CACHE) for _ in range(16)]
+    right = expected(weights, CACHE, *flags)
+    rounds = [storm_round(weights, right, chance, 30.0, CACHE, *flags) for _ in range(num_rounds)]
     assert [each for each in rounds if each.problems] == []

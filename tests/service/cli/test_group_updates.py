@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from bench.probes.group_storm import Group
+from bench.probes.group_storm import STAGES, Group
 from penstock.client import (
     Client,
     DeadlineExceeded,
@@ -62,12 +62,17 @@ class Updated:
         return int(info.weights.generation)
 
 
-@pytest.fixture(scope="module")
-def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Updated]:
-    folder = tmp_path_factory.mktemp("models")
+def write_models(folder: Path) -> Path:
+    """Write the golden with other values, and as it is, once where followers may not read it."""
     for name, tensors in (("old", OLD), ("new", NEW), ("leader/new", NEW)):
         shutil.copytree(GOLDEN / NAME, folder / name)
         save_file(tensors, folder / name / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Updated]:
+    folder = write_models(tmp_path_factory.mktemp("models"))
     own = [
         [f"--weights-root={root}" for root in roots] for roots in ([folder], [folder / "old", folder / "new"])
     ]
@@ -79,6 +84,11 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Updated]:
 @pytest.mark.parametrize("source", ["sent", "files", "halves"])
 @pytest.mark.parametrize("staging", ["host", "device", "in_place"])
 def test_all_processes_get_the_new_weights(updated: Updated, source: str, staging: Any) -> None:
+    check_updates(updated, source, staging)
+
+
+def check_updates(updated: Updated, source: str, staging: Any) -> None:
+    """Push the golden's tensors, and then the first ones again."""
     generation = updated.generation()
     for tensors, name, expected in ((NEW, "new", CASE["tokens"]), (OLD, "old", updated.before)):
         if source == "files":
@@ -96,6 +106,24 @@ def test_all_processes_get_the_new_weights(updated: Updated, source: str, stagin
 
 
 @pytest.mark.sweep
+def test_processes_with_a_stage_each_get_the_new_weights_in_every_way(tmp_path: Path) -> None:
+    """Each gets the leaves of its stage. The head and the small parameters are leaves of both. A bad tensor
+    of one stage leaves the old weights in both.
+    """
+    folder = write_models(tmp_path)
+    with Group(str(folder / "old"), CACHE, *STAGES, f"--weights-root={folder}") as group:
+        group.wait_ready()
+        updated = Updated(group, folder)
+        for staging in ("host", "device", "in_place"):
+            for source in ("sent", "files", "halves"):
+                check_updates(updated, source, staging)
+        generation = updated.generation()
+        with pytest.raises(TensorsRefused, match="NaN"):
+            updated.client.update_weights(with_nan(), label="bad", refuse_non_finite=True)
+        assert (updated.tokens(), updated.generation()) == (updated.before, generation)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -104,6 +132,8 @@ def test_all_processes_get_the_new_weights(updated: Updated, source: str, stagin
         ("qwen3_moe", ["--expert-parallel"]),
         ("gpt_oss", []),
         ("qwen3_5", []),
+        ("gemma4", [*STAGES]),
+        ("gpt_oss", ["--pipeline-parallel-size=2"]),
     ],
 )
 def test_a_follower_that_gets_its_own_parts_gives_pytorch_s_tokens(

@@ -38,7 +38,8 @@ def add_group(flag: AddFlag) -> None:
     """Add the flags."""
     flag(
         "processes",
-        "how many processes, perhaps on several hosts, have the devices of --tensor-parallel-size together; "
+        "how many processes, perhaps on several hosts, have the devices of --tensor-parallel-size together, "
+        "or one stage of --pipeline-parallel-size each; "
         "auto: what LeaderWorkerSet (LWS_...) or Slurm (SLURM_...) has set, with the other two; default: "
         "%(default)s",
         "N|auto",

@@ -383,7 +383,7 @@ def add_engine(flag: AddFlag) -> None:
     flag(
         "pipeline_parallel_size",
         "stages into which the layers of the model are cut, each with --tensor-parallel-size devices of its "
-        "own; default: %(default)s",
+        "own; with --processes each process has one of them; default: %(default)s",
         "N",
     )
     flag(
