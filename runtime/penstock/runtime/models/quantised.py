@@ -324,6 +324,12 @@ class OffsetCodes:
         of_groups = self.scales[rows], self.offsets[rows]
         return OffsetCodes(self.codes[rows], self.bits, *of_groups, self.group)
 
+    def in_groups_of(self, group: int) -> OffsetCodes:
+        """Return the same weight with smaller groups, whose size divides that of its own."""
+        repeats = self.group // group
+        scales, offsets = (np.repeat(values, repeats, axis=1) for values in (self.scales, self.offsets))
+        return OffsetCodes(self.codes, self.bits, scales, offsets, group)
+
     def form(self) -> CodeForm | None:
         """Return the form of the bytes that hold this weight without a change of its codes; None: there is
         none.
@@ -339,9 +345,8 @@ class OffsetCodes:
         needed, given = self.form(), CodeForm.of(leaf.shape[1], self.codes.shape[1])
         if needed is None or not given.takes(needed):
             raise ValueError(f"a weight that needs {needed} does not fit into {given}")
-        repeats = self.group // GROUP
-        scales, offsets = (np.repeat(values, repeats, axis=1) for values in (self.scales, self.offsets))
-        pack_with_minima(leaf, self.codes.view(np.uint8), scales, -offsets)
+        there = self.in_groups_of(GROUP)
+        pack_with_minima(leaf, there.codes.view(np.uint8), there.scales, -there.offsets)
 
 
 @dataclass(frozen=True, slots=True)

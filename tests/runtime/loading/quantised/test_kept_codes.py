@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
 from penstock.runtime.loading.quantised.floats import Blocks, fp8
+from penstock.runtime.loading.quantised.integers import torchao
 from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.cutting import cut
@@ -58,6 +60,7 @@ def told(name: str) -> np.ndarray:
         pytest.param("gptq_8bit_channel", CodeForm(bits=8, zeros=False), marks=pytest.mark.ci),
         pytest.param("ct_w4a16_asym_g64", CodeForm(bits=4, zeros=True), marks=pytest.mark.ci),
         ("ct_w8a8_int8", CodeForm(bits=8, zeros=False)),
+        ("mlx_4bit_g64", CodeForm(bits=4, minima=True)),
         ("ct_mxfp4a16", E2M1),
         pytest.param("ct_fp8_dynamic", E4M3, marks=pytest.mark.ci),
         pytest.param("ct_fp8_static", E4M3, marks=pytest.mark.ci),
@@ -70,7 +73,8 @@ def test_the_kernels_codes_stand_for_the_values_of_the_files(name: str, form: Co
     assert leaves[LEAF].shape == form.shape(512, 128)
     values = dequantised(leaves[LEAF], 128, jnp.dtype(jnp.float32))
     np.testing.assert_array_equal(np.asarray(values), told(name))
-    assert leaves[TABLE].dtype == jnp.bfloat16  # what was not quantised stays so
+    # What was not quantised stays so; MLX quantises the table of embeddings, too.
+    assert leaves[TABLE].dtype == (jnp.uint8 if name == "mlx_4bit_g64" else jnp.bfloat16)
 
 
 @pytest.mark.ci
@@ -103,7 +107,7 @@ def test_each_device_keeps_the_codes_of_its_inputs(name: str) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "name", ["gptq_desc_act_g32", "ct_nvfp4a16", "fp8_block", "bnb_int8", "mlx_4bit_g64"]
+    "name", ["gptq_desc_act_g32", "ct_nvfp4a16", "fp8_block", "bnb_int8", "torchao_int8"]
 )
 def test_what_no_codes_in_memory_can_hold_is_made_floats(name: str) -> None:
     linear, leaves = loaded(name, NATIVE)
@@ -135,6 +139,40 @@ def test_scales_of_blocks_stay_with_their_inputs() -> None:
                     rule.fill({DOWN: found}, tensors, 0, rule.num_rows)
             pieces = [np.asarray(dequantised(jnp.asarray(own), 128, jnp.dtype(jnp.float32))) for own in found]
             np.testing.assert_array_equal(np.concatenate(pieces, axis=1), there)
+
+
+@pytest.mark.parametrize(
+    ("scale_type", "zero_type", "is_kept"),
+    [
+        (ml_dtypes.bfloat16, np.int8, True),
+        (ml_dtypes.bfloat16, np.int32, False),
+        (np.float32, np.int8, False),
+    ],
+)
+def test_torchaos_codes_are_kept_where_float16_has_scales_and_zeros(
+    tmp_path: Path, scale_type: type[np.generic], zero_type: type[np.generic], is_kept: bool
+) -> None:
+    rng = np.random.default_rng(7)
+    codes, zeros = rng.integers(-128, 128, (16, 128)), rng.integers(-20, 20, (16, 2))
+    scales = (rng.random((16, 2)) + 0.1).astype(scale_type)
+    arrays = {
+        "q._weight_qdata": codes.astype(np.int8),
+        "q._weight_scale": scales,
+        "q._weight_zero_point": zeros.astype(zero_type),
+    }
+    save_file(arrays, tmp_path / "model.safetensors")
+    told = json.dumps({"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": [1, 64]}})
+    found = find_tensors(tmp_path)
+    weight = torchao(Layer("q", {name.removeprefix("q."): entry for name, entry in found.items()}, told))
+    assert weight.kept == (CodeForm(8, zeros=True) if is_kept else None)
+    if is_kept:
+        kept = weight.codes(slice(0, 16), CodeForm(8, zeros=True))
+        assert kept is not None
+        leaf = np.zeros(CodeForm(8, zeros=True).shape(16, 128), np.uint8)
+        kept.pack(leaf)
+        meant = scales.astype(np.float64).repeat(64, axis=1) * (codes - zeros.repeat(64, axis=1))
+        values = dequantised(jnp.asarray(leaf), 128, jnp.dtype(jnp.float32))
+        np.testing.assert_array_equal(np.asarray(values), meant)
 
 
 def of_fp8(folder: Path, codes: np.ndarray, scales: np.ndarray, blocks: Blocks) -> QuantisedWeight:

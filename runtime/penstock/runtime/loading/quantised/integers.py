@@ -263,7 +263,8 @@ def mlx(layer: Layer, scheme: Integers) -> QuantisedWeight:
             group=group,
         )
 
-    return QuantisedWeight(layer, (outputs, inputs), _form("MLX", scheme, zeros=True), read)
+    form, kept = _form("MLX", scheme, zeros=True), kept_as(bits, group, scales, biases, minima=True)
+    return QuantisedWeight(layer, (outputs, inputs), form, read, kept)
 
 
 def torchao(layer: Layer) -> QuantisedWeight:
@@ -311,8 +312,13 @@ def torchao(layer: Layer) -> QuantisedWeight:
         )
         return check_lost(layer, "_weight_scale", codes)
 
-    scheme = Integers(8, None if group == inputs else group, zeros is None)
-    return QuantisedWeight(layer, (outputs, inputs), _form("torchao", scheme, zeros=zeros is not None), read)
+    form = _form(
+        "torchao", Integers(8, None if group == inputs else group, zeros is None), zeros=zeros is not None
+    )
+    # Only a zero in int8 is sure to be one that float16 has.
+    has_small = zeros is None or zeros.dtype == np.int8
+    kept = kept_as(8, group, scales, zeros=zeros is not None) if has_small else None
+    return QuantisedWeight(layer, (outputs, inputs), form, read, kept)
 
 
 def _torchao_int4(layer: Layer, group: int) -> QuantisedWeight:
@@ -332,6 +338,8 @@ def _torchao_int4(layer: Layer, group: int) -> QuantisedWeight:
             group=group,
         )
 
+    # It is not kept: bytes that hold minima have codes from 0 on. The minimum for these, 8 scales less the
+    # offset, is none that float16 has.
     form = _form("torchao", Integers(4, group, False), zeros=True)
     return QuantisedWeight(layer, (outputs, inputs), form, read)
 

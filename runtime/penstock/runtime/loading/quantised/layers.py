@@ -18,7 +18,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.quantised.forms import Rows
 from penstock.runtime.loading.safetensors_files import TensorEntry
-from penstock.runtime.models.quantised import Coded, Codes, FloatCodes
+from penstock.runtime.models.quantised import Coded, Codes, FloatCodes, OffsetCodes
 from penstock.runtime.ops.codes import GROUP, CodeForm
 
 FLOATS = ("F32", "BF16", "F16")
@@ -109,7 +109,7 @@ class QuantisedWeight:
             return None
         begin, end, _ = rows.indices(self.shape[0])
         found = self.read(begin, end)
-        if isinstance(found, Codes):
+        if isinstance(found, Codes | OffsetCodes):
             return found.in_groups_of(GROUP)
         if isinstance(found, FloatCodes):
             return found if form.group is None else found.in_groups_of(form.group)
@@ -135,14 +135,20 @@ class QuantisedWeight:
 
 
 def kept_as(
-    bits: int, group: int, scales: TensorEntry, *, zeros: bool, ordered: bool = False
+    bits: int,
+    group: int,
+    *of_groups: TensorEntry,
+    zeros: bool = False,
+    minima: bool = False,
+    ordered: bool = False,
 ) -> CodeForm | None:
     """Return the bytes that hold a weight's codes as they are. None if none can, because a scale belongs to a
-    part of a group of theirs, or has more bits than theirs, or the inputs of a group lie apart.
+    part of a group of theirs, or the inputs of a group lie apart, or `of_groups`, which are the scales and
+    the minima, have more bits than theirs.
     """
-    if ordered or group % GROUP or scales.dtype.itemsize > 2:
+    if ordered or group % GROUP or any(entry.dtype.itemsize > 2 for entry in of_groups):
         return None
-    return CodeForm(bits, zeros)
+    return CodeForm(bits, zeros, minima=minima)
 
 
 def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
