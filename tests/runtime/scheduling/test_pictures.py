@@ -135,6 +135,19 @@ def test_a_whole_picture_waits_for_a_step_with_room() -> None:
     assert rows(dispatch(scheduler)) == {"a": (12, 1), "b": (0, 9), "c": (0, 1)}
 
 
+def test_a_whole_picture_waits_for_room_beside_decodes_and_other_prompts() -> None:
+    """Of 16 tokens the decode has one and the prompt behind it 8, so there is none for the picture's last."""
+    scheduler = make(**WHOLE)
+    queue(scheduler, "a", 1, max_tokens=9)
+    commit(scheduler, dispatch(scheduler))
+    queue(scheduler, "b", *range(8))
+    queue(scheduler, "c", (5, 8), 1)
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (1, 1), "b": (0, 8)}
+    commit(scheduler, plan)
+    assert rows(dispatch(scheduler))["c"] == (0, 9)
+
+
 def test_a_chunk_may_begin_within_a_whole_picture_behind_a_shared_page() -> None:
     """Pages have 4 tokens, and what they hold has seen the whole picture."""
     scheduler = make(**WHOLE, prefix_cache_pages=None)

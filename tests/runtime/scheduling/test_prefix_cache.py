@@ -163,6 +163,13 @@ def test_salts_and_bypass_prevent_sharing(first, second):
     assert starts(step(scheduler)) == {"c": 0 if second.bypass else 8}
 
 
+def test_nobody_knows_the_keys_of_another_process():
+    """Each cache hashes with a secret of its own, so that nobody can make prompts whose keys collide."""
+    first, second = (set(cached().page_keys(Request("a", PROMPT))) for _ in range(2))
+    assert len(first) == len(second) == 2
+    assert not first & second
+
+
 def test_no_salt_leads_to_the_pages_of_another():
     """The root key is made of weights' generation, adapter and salt, and no salt may imitate the other
     two.

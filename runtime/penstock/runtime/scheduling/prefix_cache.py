@@ -52,17 +52,16 @@ class PrefixCache:
         snapshots: Snapshots | None = None,
         *,
         enabled: bool = True,
-        secret: bytes | None = None,
     ) -> None:
         """Take as `waiting` what is told which keys were published, and which never will be. `snapshots` are
-        those of a model with recurrent state. `secret` (1 to 64 bytes) is the hash's key; None draws one.
+        those of a model with recurrent state.
         """
         self._groups = groups
         self._snapshots = snapshots
         self._page_size = groups.page_size
         self._waiting = waiting
         self._enabled = enabled
-        self._secret = secret or secrets.token_bytes(32)
+        self._secret = secrets.token_bytes(32)  # the key of the hash
         self._latest: Sequence | None = None  # the sequence that entered last and publishes
         self._promising: dict[Sequence, None] = {}  # running prefills with pages to publish, oldest first
 
