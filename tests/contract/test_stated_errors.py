@@ -214,11 +214,11 @@ ELSEWHERE = {
         "tests/service/servicers/readings/test_hidden_states.py",
     "PauseRequest.drain_timeout DEADLINE_EXCEEDED DRAIN_TIMEOUT": f"{UPDATES}/test_pause.py",
     "TensorChunk.data INVALID_ARGUMENT INVALID_TENSORS": f"{UPDATES}/test_update_weights_refused.py",
-    "TensorSpec.sha256 DATA_LOSS CHECKSUM_MISMATCH": "tests/service/weights/test_refused.py",
+    "TensorSpec.sha256 DATA_LOSS CHECKSUM_MISMATCH": f"{UPDATES}/test_update_weights_refused.py",
     "UpdateWeightsBegin.drain_timeout DEADLINE_EXCEEDED DRAIN_TIMEOUT": f"{UPDATES}/test_update_weights.py",
     "UpdateWeightsBegin.partial UNAVAILABLE WEIGHTS_INCOMPLETE": f"{UPDATES}/test_update_weights_refused.py",
     "UpdateWeightsBegin.refuse_non_finite INVALID_ARGUMENT INVALID_TENSORS":
-        "tests/service/weights/test_refused.py",
+        f"{UPDATES}/test_update_weights_refused.py",
     "WatchLoadRequest.max_requests PERMISSION_DENIED FORBIDDEN": "tests/service/servicers/test_watch.py",
     "WatchLoadRequest.max_requests UNIMPLEMENTED SERVED_ELSEWHERE": "tests/service/servicers/test_watch.py",
 }  # fmt: skip

@@ -33,7 +33,7 @@ DRAFTED = "own_draft and gpt_oss or recurrent_layers and (qwen3_next or eagle_ll
         ("tests/service/servicers/test_goldens.py", "-k", "native-lfm2 or native-olmo2", "-m", ""),
         ("tests/service/servicers/readings/test_rerank.py", "-k", "pytorchs", "-m", ""),
         ("tests/service/servicers/readings/test_encoders.py", "-m", ""),
-        ("tests/service/servicers/weights/test_update_weights_real.py",),
+        ("tests/service/weights/test_fresh.py::test_a_golden_that_is_pushed_answers_as_pytorch[qwen3]",),
         ("tests/service/servicers/images/test_golden_images.py", "-m", "not sweep"),
         ("tests/runtime/engine/test_heads.py", "-k", GUESSING, "-m", ""),
         ("tests/runtime/engine/answers/test_speculation_models.py", "-k", DRAFTED, "-m", ""),

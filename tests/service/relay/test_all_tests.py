@@ -19,8 +19,8 @@ INSIDE = (
 """These look into the gRPC server, which is in the front process then."""
 FOLDERS = ("access", "lifecycle", "limits", "listening", "replies", "requests", "rpcs", "watching", "weights")
 """The folders whose tests run, beside servicers."""
-WITH_AN_ENGINE = ("servicers/test_real.py", "servicers/weights/test_update_weights_real.py")
-"""Of the files of servicers that start an engine, those that ask and push in all ways."""
+WITH_AN_ENGINE = ("servicers/test_real.py",)
+"""Of the files of servicers that start an engine, those that ask in all ways."""
 OF_THE_ENGINE = (
     "servicers/chats/test_demo_tools.py",
     "servicers/images/test_golden_images.py",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.v1 import weights_pb2
-from tests.service.rig import WAIT_S, Failure, Rig, failure_of
+from tests.service.rig import WAIT_S, Rig
 from tests.service.update_calls import update_weights
 
 Message = weights_pb2.UpdateWeightsRequest
@@ -31,27 +31,25 @@ KEEP = weights_pb2.IN_FLIGHT_POLICY_KEEP
 RECOMPUTE = weights_pb2.IN_FLIGHT_POLICY_RECOMPUTE
 COMMITTED = weights_pb2.UPDATE_OUTCOME_COMMITTED
 STAGED = weights_pb2.UPDATE_OUTCOME_STAGED
-VALIDATED = weights_pb2.UPDATE_OUTCOME_VALIDATED
-ALREADY_COMMITTED = weights_pb2.UPDATE_OUTCOME_ALREADY_COMMITTED
 _numbers = itertools.count()
 
 
-def spec(name: str, tensor: NDArray[Any], *, sums: bool = True) -> weights_pb2.TensorSpec:
-    """Return what the manifest says of a tensor, with both checksums unless told otherwise."""
+def spec(name: str, tensor: NDArray[Any]) -> weights_pb2.TensorSpec:
+    """Return what the manifest says of a tensor, with both checksums."""
     data = tensor.tobytes()
     return weights_pb2.TensorSpec(
         name=name,
         dtype=DTYPES[tensor.dtype],
         shape=tensor.shape,
-        crc32c=google_crc32c.value(data) if sums else 0,
-        sha256=hashlib.sha256(data).digest() if sums else b"",
+        crc32c=google_crc32c.value(data),
+        sha256=hashlib.sha256(data).digest(),
     )
 
 
-def begin(tensors: Tensors, *, sums: bool = True, **fields: Any) -> Message:
+def begin(tensors: Tensors, **fields: Any) -> Message:
     """Return the first message. An update has an id and a label of its own unless they are given."""
     name = f"update-{next(_numbers)}"
-    manifest = weights_pb2.TensorManifest(tensors=[spec(n, t, sums=sums) for n, t in tensors.items()])
+    manifest = weights_pb2.TensorManifest(tensors=[spec(n, t) for n, t in tensors.items()])
     given = {"update_id": name, "version_label": name, "manifest": manifest, **fields}
     return Message(begin=weights_pb2.UpdateWeightsBegin(**given))
 
@@ -99,14 +97,3 @@ async def send(rig: Rig, messages: Iterable[Message]) -> weights_pb2.UpdateWeigh
 
 async def push(rig: Rig, tensors: Tensors, **fields: Any) -> weights_pb2.UpdateWeightsResponse:
     return await send(rig, whole(tensors, **fields))
-
-
-async def refused(rig: Rig, messages: Iterable[Message]) -> Failure:
-    """How an update fails, which must fail."""
-    return await failure_of(send(rig, messages))
-
-
-def tensor_errors(failure: Failure) -> weights_pb2.TensorErrors:
-    """Return the detail of a failure that lists bad tensors."""
-    (found,) = [detail for detail in failure.details if isinstance(detail, weights_pb2.TensorErrors)]
-    return found

@@ -1,4 +1,4 @@
-"""Requests of every kind that are running when an update comes, and those that ask for new weights."""
+"""Requests of every kind that are running when an update comes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from penstock.runtime.engine import Engine
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.codecs import byte_codec
-from tests.service.rig import WAIT_S, Kept, Rig, collect, failure_of, generate, joined, serving, stream, until
+from tests.service.rig import WAIT_S, Kept, Rig, collect, generate, joined, serving, stream, until
 from tests.service.weights.answers import Ask, ask_one, bits, counts, explain, spans
 from tests.service.weights.brake import Brake
 from tests.service.weights.fleet import Fleet, Version, fleet
@@ -176,38 +176,6 @@ async def test_json_stays_json_across_updates(
     found = json.loads(output.text)
     assert len(found) == 12
     assert all(item in ("x", 1, None) for item in found)
-
-
-async def test_min_weights_refuses_older_ones(all_of: Fleet, versions: Mapping[str, Version]) -> None:
-    """Compared by generation alone, whatever the label says, and by Stream as by Generate."""
-
-    def at_least(generation: int, label: str = "") -> dict[str, Any]:
-        return {**Ask(PROMPT, 4).fields, "min_weights": {"label": label, "generation": generation}}
-
-    rig = all_of.rig
-
-    async def refused(generation: int) -> None:
-        for call in (
-            rig.inference.Generate(generate(**at_least(generation, "initial"))),
-            read(rig.inference.Stream(stream(**at_least(generation, "initial")))),
-        ):
-            failure = await failure_of(call)
-            assert (failure.code.name, failure.reason) == ("FAILED_PRECONDITION", "WEIGHTS_TOO_OLD")
-
-    async def read(call: Any) -> None:
-        async for _ in call:
-            pass
-
-    base = rig.engine.weights.generation
-    for generation in range(base, base + 3):
-        if generation > base:
-            await push(rig, versions["b"].tensors)
-        for least in (0, 1, generation - 1, generation):
-            reply = await rig.inference.Generate(generate(**at_least(least, "something else")))
-            assert reply.outputs[0].weights[0].version.generation == generation
-        await refused(generation + 1)
-        await refused(2**64 - 1)
-    assert rig.engine.load().pages_used == 0
 
 
 async def test_a_stream_tells_of_new_weights_where_they_begin(

@@ -100,7 +100,9 @@ async def test_a_golden_that_is_pushed_answers_as_pytorch(name: str, tmp_path: P
 async def test_every_answer_is_a_fresh_servers(
     subject: Any, references: Mapping[str, Any], versions: Mapping[str, Version], staging: int
 ) -> None:
-    """Packed weights, greedy and drawn tokens, there and back. What the answers report adds up."""
+    """Packed weights, greedy and drawn tokens, there and back, in chunks that end within values. What the
+    answers report adds up.
+    """
     questions = asks(6, vocab=VOCAB, num_tokens=30)
     async with fleet(subject, references) as all_of:
         rig, generation = all_of.rig, subject.weights.generation
@@ -110,7 +112,7 @@ async def test_every_answer_is_a_fresh_servers(
             tensors = versions[label].tensors
             previous = types_pb2.WeightsVersion(label=subject.weights.label, generation=generation)
             generation += 1
-            reply = await push(rig, tensors, size=3000, staging=staging, version_label=label)
+            reply = await push(rig, tensors, size=3001, staging=staging, version_label=label)
             current = types_pb2.WeightsVersion(label=label, generation=generation)
             assert (reply.outcome, reply.current, reply.previous) == (COMMITTED, current, previous)
             assert (reply.tensors_updated, reply.bytes_received) == (len(tensors), num_bytes(tensors))

@@ -23,6 +23,8 @@ async def test_requests_that_want_newer_weights_are_refused() -> None:
         for failure in failures:
             assert (failure.code.name, failure.reason) == ("FAILED_PRECONDITION", "WEIGHTS_TOO_OLD")
             assert dict(failure.info.metadata) == {"min_generation": "2", "generation": "1"}
+        failure = await failure_of(rig.inference.Generate(generate("y", **wanting(2**64 - 1))))
+        assert failure.info.metadata["min_generation"] == str(2**64 - 1)
         rig.engine.go_live("step-2")
         reply = await rig.inference.Generate(generate("y", **wanting(2, label="another")), timeout=20)
         assert reply.outputs[0].weights[0].version.label == "step-2", "only generations are compared"

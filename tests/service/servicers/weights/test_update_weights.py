@@ -327,20 +327,46 @@ async def test_a_manifest_is_only_validated() -> None:
         other.cancel()
 
 
-async def test_a_bad_manifest_is_refused_before_any_byte(rig: Rig) -> None:
-    """With all of its bad tensors."""
-    wrong = SentTensor("model.norm.weight", "F32", (9,))
-    tensors = {"model.norm.weight": (wrong, b""), "extra": (SentTensor("extra", "I8", (1,)), b"")}
-    for validate_only in (True, False):
+def described(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, tuple[SentTensor, bytes]]:
+    """Describe tensors by dtype and shape, without their bytes."""
+    names = {"norm": "model.norm.weight", "embedding": "model.embed_tokens.weight"}
+    return {
+        (name := names.get(key, key)): (SentTensor(name, dtype, shape), b"")
+        for key, (dtype, shape) in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("validate_only", [True, False])
+async def test_a_bad_manifest_is_refused_before_any_byte(rig: Rig, validate_only: bool) -> None:
+    """With all of its bad tensors, as they are listed and as the model has them."""
+    norm, embedding, extra = "model.norm.weight", "model.embed_tokens.weight", "extra"
+    for tensors, reasons in (
+        (described(norm=("F32", (9,)), extra=("I8", (1,))), ["SHAPE", "UNKNOWN_NAME", "MISSING"]),
+        (described(norm=("I8", (8,)), extra=("I8", (1,))), ["DTYPE", "UNKNOWN_NAME", "MISSING"]),
+    ):
         call = rig.inference.UpdateWeights()
         await call.write(begin(tensors, validate_only=validate_only))
         failure = await failure_of(call)
         assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_TENSORS")
-        assert failure.tensors == {
-            "model.norm.weight": "SHAPE",
-            "extra": "UNKNOWN_NAME",
-            "model.embed_tokens.weight": "MISSING",
-        }
+        assert failure.tensors == dict(zip((norm, extra, embedding), reasons, strict=True))
+        (told,) = [one for one in failure.details if isinstance(one, weights_pb2.TensorErrors)]
+        errors = {error.name: error for error in told.errors}
+        assert errors[norm].expected == spec(NEW[norm][0])
+        assert errors[norm].received == spec(tensors[norm][0])
+        assert errors[embedding].expected == spec(NEW[embedding][0])
+        assert not errors[embedding].HasField("received")
+        assert not errors[extra].HasField("expected")
+        assert not told.truncated
+
+
+async def test_a_thousand_bad_tensors_are_cut_to_what_a_status_carries(rig: Rig) -> None:
+    unknown = described(**{f"model.nothing.{i}.weight": ("F32", (8,)) for i in range(1000)})
+    failure = await failure_of(push(rig, [begin(unknown, partial=True)]))
+    assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_TENSORS")
+    (told,) = [one for one in failure.details if isinstance(one, weights_pb2.TensorErrors)]
+    assert told.truncated
+    assert 10 < len(failure.tensors) < 1000
+    assert set(failure.tensors.values()) == {"UNKNOWN_NAME"}
 
 
 # -- files --

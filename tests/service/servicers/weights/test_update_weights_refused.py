@@ -5,16 +5,23 @@ nothing behind. The weights of the start serve on, and the next update is taken.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import hashlib
+import socket
+import struct
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2
 
+from penstock.runtime.sent_tensors import SentTensor
 from penstock.service.limits.admission import Kind
 from penstock.service.limits.bounds import Bounds
 from penstock.v1 import control_pb2, weights_pb2
@@ -27,6 +34,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OLD, NEW = fake_tensors(0), fake_tensors(7)
 TOTAL = sum(len(data) for _, data in NEW.values())
+EMBEDDING, NORM = NEW
 UPDATE = "/penstock.v1.InferenceService/UpdateWeights"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 Spoil = Callable[[list[Step]], list[Step]]
@@ -64,11 +72,6 @@ async def rig(server_of_file: Rig) -> AsyncIterator[Rig]:
         yield rig
 
 
-def _corrupted(messages: list[Step]) -> list[Step]:
-    messages[2].chunk.data = b"\0" + messages[2].chunk.data[1:]
-    return messages
-
-
 def _replaced(index: int, step: Step) -> Spoil:
     return lambda messages: [*messages[:index], step, *messages[index + 1 :]]
 
@@ -77,7 +80,7 @@ def _listed(*parts: Step) -> Step:
     return Step(chunks=weights_pb2.TensorChunks(chunks=[part.chunk for part in parts]))
 
 
-NEXT_BYTE = "the next byte of model.embed_tokens.weight is"
+NEXT_BYTE = f"the next byte of {EMBEDDING} is"
 SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "nothing at all": (lambda m: [], "INVALID_FIELD", "begin"),
     "no begin": (lambda m: m[1:], "INVALID_FIELD", "begin must be the first"),
@@ -87,6 +90,7 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "commit twice": (lambda m: [*m, m[-1]], "INVALID_FIELD", "nothing may follow commit"),
     "a chunk after commit": (lambda m: [*m, m[1]], "INVALID_FIELD", "nothing may follow commit"),
     "no step": (_replaced(2, Step()), "INVALID_FIELD", "has no step"),
+    "no step first": (lambda m: [Step(), *m], "INVALID_FIELD", "begin must be the first"),
     "reordered": (lambda m: [m[0], m[2], m[1], *m[3:]], "INVALID_FIELD", f"is 1000; {NEXT_BYTE} 0"),
     "a chunk twice": (lambda m: [m[0], m[1], *m[1:]], "INVALID_FIELD", f"is 0; {NEXT_BYTE} 1000"),
     "a chunk left out": (lambda m: [m[0], *m[2:]], "INVALID_FIELD", f"is 1000; {NEXT_BYTE} 0"),
@@ -112,14 +116,13 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
         "INVALID_FIELD",
         "must have 1 to 4096 chunks, not 4097",
     ),
-    "truncated": (lambda m: [*m[:-2], m[-1]], "INVALID_TENSORS", "model.norm.weight"),
     "another total": (lambda m: [*m[:-1], commit(TOTAL + 1)], "INVALID_FIELD", "bytes have come"),
-    "not a number": (
-        lambda m: steps(fake_tensors(0xFF), refuse_non_finite=True),
-        "INVALID_TENSORS",
-        "model.norm.weight",
+    "no total": (lambda m: [*m[:-1], commit(0)], "INVALID_FIELD", "bytes have come"),
+    "in place and staged": (
+        lambda m: [begin(NEW, staging=weights_pb2.STAGING_MODE_IN_PLACE, stage_only=True), *m[1:]],
+        "INVALID_FIELD",
+        "begin.staging",
     ),
-    "corrupted": (_corrupted, "CHECKSUM_MISMATCH", "model.embed_tokens.weight"),
     "other generation": (
         lambda m: [begin(NEW, expected_generation=10**6), *m[1:]],
         "GENERATION_CHANGED",
@@ -134,6 +137,80 @@ async def test_a_spoiled_upload_changes_nothing(rig: Rig, name: str) -> None:
     failure = await failure_of(push(rig, spoil(steps(NEW))))
     assert failure.reason == reason
     assert part in failure.message
+
+
+def _corrupted(by: str) -> list[Step]:
+    """Return all messages of an update. The first byte of its second chunk is not the one of which the
+    manifest has a checksum.
+    """
+    messages = steps(NEW)
+    if by == "sha256":
+        for entry, (_, data) in zip(messages[0].begin.manifest.tensors, NEW.values(), strict=True):
+            entry.crc32c, entry.sha256 = 0, hashlib.sha256(data).digest()
+    messages[2].chunk.data = b"\0" + messages[2].chunk.data[1:]
+    return messages
+
+
+def _beyond_bfloat16() -> list[Step]:
+    """3.4e38 is a float32 that no bfloat16 holds."""
+    shape = NEW[EMBEDDING][0].shape
+    wide = np.full(shape, 3.4e38, np.float32).tobytes()
+    return steps({**NEW, EMBEDDING: (SentTensor(EMBEDDING, "F32", shape), wide)})
+
+
+def _too_few() -> list[Step]:
+    """Neither the first tensor's last chunk nor any of the second tensor comes; the total is of what came."""
+    first, *parts, _ = steps(NEW)
+    parts = parts[:-2]
+    return [first, *parts, commit(sum(len(part.chunk.data) for part in parts))]
+
+
+BAD_TENSORS: dict[str, tuple[Callable[[], list[Step]], str, str, dict[str, str]]] = {
+    "a byte, by CRC-32C": (
+        lambda: _corrupted("crc32c"),
+        "DATA_LOSS",
+        "CHECKSUM_MISMATCH",
+        {EMBEDDING: "CHECKSUM"},
+    ),
+    "a byte, by SHA-256": (
+        lambda: _corrupted("sha256"),
+        "DATA_LOSS",
+        "CHECKSUM_MISMATCH",
+        {EMBEDDING: "CHECKSUM"},
+    ),
+    "not finite": (
+        lambda: steps(fake_tensors(0xFF), refuse_non_finite=True),
+        "INVALID_ARGUMENT",
+        "INVALID_TENSORS",
+        {EMBEDDING: "NON_FINITE", NORM: "NON_FINITE"},
+    ),
+    "beyond the dtype served": (
+        _beyond_bfloat16,
+        "INVALID_ARGUMENT",
+        "INVALID_TENSORS",
+        {EMBEDDING: "DTYPE"},
+    ),
+    "too few bytes": (
+        _too_few,
+        "INVALID_ARGUMENT",
+        "INVALID_TENSORS",
+        {EMBEDDING: "INCOMPLETE", NORM: "INCOMPLETE"},
+    ),
+    "too many bytes": (
+        lambda: [*steps(NEW)[:-1], chunk(1, len(NEW[NORM][1]), b"x"), commit(TOTAL + 1)],
+        "INVALID_ARGUMENT",
+        "INVALID_TENSORS",
+        {NORM: "INCOMPLETE"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+async def test_bad_tensors_are_named_and_change_nothing(rig: Rig, name: str) -> None:
+    make, code, reason, expected = BAD_TENSORS[name]
+    failure = await failure_of(push(rig, make()))
+    assert (failure.code.name, failure.reason) == (code, reason)
+    assert failure.tensors == expected
 
 
 async def test_a_message_that_is_none(rig: Rig) -> None:
@@ -244,20 +321,75 @@ async def opened(peer: Peer, sent: Sequence[bytes]) -> int:
 WHOLE = [framed(step) for step in steps(NEW, size=2000)]
 
 
-@pytest.mark.parametrize("number", range(len(WHOLE) + 1))
-async def test_a_connection_that_dies_between_two_messages_changes_nothing(rig: Rig, number: int) -> None:
+async def reset(peer: Peer, stream: int) -> None:
+    await peer.reset(stream)
+
+
+async def vanish(peer: Peer, _: int) -> None:
+    """Have the connection reset, as the system of a process does that is killed with unread data."""
+    raw = peer.writer.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+async def close(_peer: Peer, _stream: int) -> None:
+    """Do nothing: the connection is closed after this anyway."""
+
+
+ENDS = pytest.mark.parametrize("end", [reset, vanish, close], ids=lambda end: end.__name__)
+End = Callable[[Peer, int], Awaitable[None]]
+
+
+async def cut_off(rig: Rig, sent: Sequence[bytes], num_whole: int, end: End) -> None:
+    """Send these bytes of an upload, wait until so many messages are taken, and end what is there by hand.
+    The weights must stay as they are.
+    """
+    events, generation = rig.engine.updater.events, rig.engine.weights.generation
+    begun, written = events.count("begin"), events.count("write")
+    async with Peer(rig.server.address) as peer:
+        stream = await opened(peer, sent)
+        if num_whole:
+            await until(lambda: events.count("begin") == begun + 1)
+            num_chunks = min(num_whole, len(WHOLE) - 1) - 1
+            await until(lambda: events.count("write") == written + num_chunks)
+        await end(peer, stream)
+    await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+    assert rig.engine.weights.generation == generation
+
+
+@ENDS
+async def test_a_pusher_that_ends_after_any_message_changes_nothing(rig: Rig, end: End) -> None:
     """Even after the last one, as long as the stream has not ended."""
-    async with Peer(rig.server.address) as peer:
-        await opened(peer, WHOLE[:number])
-        taken = sum(size > 0 for size in map(len, WHOLE[1:number]))
-        has_commit = number == len(WHOLE)
-        await until(lambda: rig.engine.updater.events.count("write") >= taken - has_commit)
+    for number in range(len(WHOLE) + 1):
+        await cut_off(rig, WHOLE[:number], number, end)
 
 
-@pytest.mark.parametrize("number", range(len(WHOLE)))
-async def test_a_connection_that_dies_within_a_message_changes_nothing(rig: Rig, number: int) -> None:
-    async with Peer(rig.server.address) as peer:
-        await opened(peer, [*WHOLE[:number], WHOLE[number][:-1]])
+@ENDS
+async def test_a_pusher_that_ends_within_a_message_changes_nothing(rig: Rig, end: End) -> None:
+    """One byte of it is there, half of it, or all but one byte."""
+    for number, message in enumerate(WHOLE):
+        for size in {1, len(message) // 2, len(message) - 1}:
+            await cut_off(rig, [*WHOLE[:number], message[:size]], number, end)
+
+
+@pytest.mark.ci
+async def test_a_pusher_whose_process_is_killed_changes_nothing(rig: Rig, tmp_path: Path) -> None:
+    """After begin, and after all chunks."""
+    events = rig.engine.updater.events
+    for number in (1, len(WHOLE) - 1):
+        sent = [step.SerializeToString() for step in steps(NEW, size=2000)[:number]]
+        file = tmp_path / "messages"
+        file.write_bytes(b"".join(len(one).to_bytes(8, "little") + one for one in sent))
+        module = "tests.service.servicers.weights.cut_pusher"
+        command = [sys.executable, "-m", module, rig.server.address, str(file)]
+        begun, written = len(rig.engine.updater.options), events.count("write")
+        process = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parents[4])
+        try:
+            await until(lambda: len(rig.engine.updater.options) == begun + 1)  # noqa: B023 -- awaited here
+            await until(lambda: events.count("write") == written + number - 1)  # noqa: B023 -- awaited here
+        finally:
+            process.kill()
+            await process.wait()
+        await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
 
 
 async def test_a_connection_that_dies_is_no_end_of_a_stream(rig: Rig) -> None:
@@ -265,22 +397,18 @@ async def test_a_connection_that_dies_is_no_end_of_a_stream(rig: Rig) -> None:
     call. So this is tried many times.
     """
     generation, events = rig.engine.weights.generation, rig.engine.updater.events
-    for attempt in range(40):
+
+    async def dies(*, when_taken: bool) -> None:
         taken = events.count("write") + len(WHOLE) - 2
         async with Peer(rig.server.address) as peer:
-            await opened(peer, WHOLE)
-            if attempt % 2:
-                await until(lambda: events.count("write") >= taken)  # noqa: B023 -- it is asked at once
+            stream = await opened(peer, WHOLE)
+            if when_taken:  # it is refused if the server has not noticed yet that the one before is gone
+                await until(lambda: events.count("write") >= taken or peer.ended(stream))
         await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+
+    for attempt in range(40):
+        await dies(when_taken=attempt % 2 == 1)
         assert rig.engine.weights.generation == generation
-
-
-async def test_a_reset_stream_changes_nothing(rig: Rig) -> None:
-    async with Peer(rig.server.address) as peer:
-        stream = await opened(peer, WHOLE)
-        await until(lambda: rig.engine.updater.events.count("write") == len(WHOLE) - 2)
-        await peer.reset(stream)
-        await until(lambda: "close" in rig.engine.updater.events)
 
 
 async def test_the_same_bytes_with_an_end_are_an_update() -> None:
@@ -457,3 +585,11 @@ async def test_a_failed_update_in_place_is_seen_in_health_until_a_full_one_succe
         engine.release()
         assert (await rig.inference.Generate(generate("y"), timeout=20)).outputs[0].text == "z"
         watch.cancel()
+
+
+async def test_an_update_in_place_that_is_cut_off_harms_nothing_before_its_first_leaf(rig: Rig) -> None:
+    """A pusher that goes after begin, or with a part of a tensor, has changed nothing."""
+    first, part = begin(NEW, staging=weights_pb2.STAGING_MODE_IN_PLACE), next(chunks(NEW))
+    for sent in ([first], [first, part]):
+        await cut_off(rig, [framed(step) for step in sent], len(sent), reset)
+        assert await rig.health_of() == SERVING

@@ -1,6 +1,6 @@
-"""A pusher in a process of its own, to be killed: `python -m tests.service.weights.cut_pusher ADDRESS FILE`.
+"""A pusher in a process of its own, to be killed. Its arguments are an address and a file.
 
-It sends the messages in FILE, each behind eight bytes of its length, and neither goes on nor ends.
+It sends the messages in the file, each behind eight bytes of its length, and neither goes on nor ends.
 """
 
 from __future__ import annotations
