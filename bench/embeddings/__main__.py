@@ -78,7 +78,7 @@ def main() -> int:
         sides = [started(name, python, args.model, args.dtype, stack) for name, python in pythons.items()]
         for repeat in range(args.repeats + 1):  # the first warms up
             for workload, groups in workloads().items():
-                for side in sides:  # right after each other, because a machine is faster in one minute than in the next
+                for side in sides:  # in turns, because a machine is faster in one minute than in the next
                     found = side.child.ask({"texts": groups})
                     side.first[workload] = found["first"]
                     if repeat:
@@ -98,10 +98,10 @@ def started(name: str, python: str, model: str, dtype: str, stack: contextlib.Ex
 
 
 def table(sides: Sequence[Side]) -> str:
-    """Write the texts a second in Markdown: the median, the least and the most; how many times as fast the first
-    engine was, as the median of the repeats, each of which has both; and processor time for each text.
+    """Write the texts a second in Markdown: the median, the least and the most; how many times as fast the
+    first engine was, as the median of the repeats, each of which has both; and processor time for each text.
     """
-    heads = ("workload", "engine", "texts/s", "from", "to", "first is", "processor ms/text", "cosine with the first")
+    heads = ("workload", "engine", "texts/s", "from", "to", "first is", "processor ms/text", "cosine")
     rows = [heads, ("---", "---", *["--:"] * 6)]
     for workload, groups in workloads().items():
         count = sum(map(len, groups))
