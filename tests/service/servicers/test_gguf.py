@@ -82,7 +82,7 @@ async def test_a_golden_answers_as_pytorch_does_also_from_a_gguf_file(tmp_path: 
     await check_cases(tmp_path / "model.gguf", expected_of(GOLDEN / name)["cases"])
 
 
-@pytest.mark.ci
+@pytest.mark.sweep
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="no package gguf here")
 async def test_the_demo_answers_alike_from_gguf_files(tmp_path: Path) -> None:
     """In float32 its tokens are those of its safetensors file. In Q8_0 its log-probabilities differ by what

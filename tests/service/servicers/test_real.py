@@ -11,6 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Kept, Rig, collect, failure_of, generate, joined, serving, stream, until
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.otlp import Recorder
+from tests.support.suite.drawing import few
 
 pytestmark = pytest.mark.ci
 
@@ -215,8 +217,14 @@ async def test_abort_and_duplicate(engine: Any, monkeypatch: pytest.MonkeyPatch)
         assert messages[-2].finished.finish.message == "enough"
 
 
-@pytest.mark.parametrize("how", ["cancel", "deadline"])
-@pytest.mark.parametrize("state", ["waiting", "prefill", "decode"])
+@pytest.mark.parametrize(
+    ("state", "how"),
+    few(
+        product(("waiting", "prefill", "decode"), ("cancel", "deadline")),
+        (),
+        ci=[("waiting", "deadline"), ("prefill", "cancel"), ("decode", "cancel")],
+    ),
+)
 async def test_vanished_clients_free_everything(engine: Any, state: str, how: str) -> None:
     """`prefill` has a prompt of many chunks; `waiting` waits behind four requests that fill the rows."""
     async with serving(engine) as rig:

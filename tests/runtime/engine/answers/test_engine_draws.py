@@ -28,6 +28,8 @@ FLAT = Tables.constant(np.log(WEIGHTS).tolist())
 These 56 are never drawn, but they decide any statistic over all logits: the mean is about -46, the standard
 deviation about 13."""
 PROMPT = (0, 4, 9)
+SWEEP = pytest.mark.sweep
+"""CI has what combines parameters. tests/runtime/ops/native/test_native_sample.py has each of them."""
 
 
 @pytest.fixture(
@@ -85,20 +87,21 @@ def assert_drawn_from(counts: NDArray[Any], probs: NDArray[np.float64]) -> None:
     ("sampling", "weights"),
     [
         ({}, WEIGHTS),
-        ({"temperature": 0.5}, [w**2 for w in WEIGHTS]),
-        pytest.param({"temperature": 3.0}, [w ** (1 / 3) for w in WEIGHTS], marks=pytest.mark.sweep),
-        pytest.param({"top_k": 2}, [4, 3], marks=pytest.mark.sweep),
-        ({"top_p": 0.75}, [4, 3, 2]),
-        pytest.param({"min_p": 0.12}, [40, 30, 20, 6], marks=pytest.mark.sweep),
+        pytest.param({"temperature": 0.5}, [w**2 for w in WEIGHTS], marks=SWEEP),
+        pytest.param({"temperature": 3.0}, [w ** (1 / 3) for w in WEIGHTS], marks=SWEEP),
+        pytest.param({"top_k": 2}, [4, 3], marks=SWEEP),
+        pytest.param({"top_p": 0.75}, [4, 3, 2], marks=SWEEP),
+        pytest.param({"min_p": 0.12}, [40, 30, 20, 6], marks=SWEEP),
         ({"temperature": 2.0, "top_k": 4, "top_p": 0.7, "min_p": 0.8}, [0.4**0.5, 0.3**0.5]),
-        ({"logit_bias": ((1, np.log(2)), (3, -np.inf))}, [4, 6, 2, 0, 0.4]),
+        pytest.param({"logit_bias": ((1, np.log(2)), (3, -np.inf))}, [4, 6, 2, 0, 0.4], marks=SWEEP),
         ({"allowed_token_ids": (1, 3, 4)}, [0, 30, 0, 6, 4]),
-        pytest.param({"bad_words": ((0,),)}, [0, 30, 20, 6, 4], marks=pytest.mark.sweep),
+        pytest.param({"bad_words": ((0,),)}, [0, 30, 20, 6, 4], marks=SWEEP),
         # 0 and 4 are in the prompt, and the logarithms are negative: w ** penalty
-        ({"repetition_penalty": 1.5}, [0.4**1.5, 0.3, 0.2, 0.06, 0.04**1.5]),
+        pytest.param({"repetition_penalty": 1.5}, [0.4**1.5, 0.3, 0.2, 0.06, 0.04**1.5], marks=SWEEP),
         ({"repetition_penalty": 1.5, "temperature": 2.0, "logit_bias": ((2, np.log(3)),)},
          [0.4**0.75, 0.3**0.5, 0.6**0.5, 0.06**0.5, 0.04**0.75]),
-        ({"presence_penalty": 2.0, "frequency_penalty": -2.0}, WEIGHTS),  # no token was generated yet
+        # No token was generated yet.
+        pytest.param({"presence_penalty": 2.0, "frequency_penalty": -2.0}, WEIGHTS, marks=SWEEP),
     ],
 )  # fmt: skip
 def test_first_tokens_over_seeds(engine: Engine, sampling: dict[str, Any], weights: list[float]) -> None:
@@ -112,11 +115,11 @@ def test_first_tokens_over_seeds(engine: Engine, sampling: dict[str, Any], weigh
 @pytest.mark.parametrize(
     "sampling",
     [
-        pytest.param({"presence_penalty": 1.0}, marks=pytest.mark.sweep),
+        pytest.param({"presence_penalty": 1.0}, marks=SWEEP),
         {"frequency_penalty": -0.7, "repetition_penalty": 1.3},
-        {"frequency_penalty": 0.5, "logit_bias": ((3, 1.0),), "temperature": 2.5},
-        pytest.param({"presence_penalty": -1.0, "top_k": 3}, marks=pytest.mark.sweep),
-        {"bad_words": ((0, 1), (2, 2)), "repetition_penalty": 0.8},
+        pytest.param({"frequency_penalty": 0.5, "logit_bias": ((3, 1.0),), "temperature": 2.5}, marks=SWEEP),
+        pytest.param({"presence_penalty": -1.0, "top_k": 3}, marks=SWEEP),
+        pytest.param({"bad_words": ((0, 1), (2, 2)), "repetition_penalty": 0.8}, marks=SWEEP),
     ],
 )
 def test_pairs_of_tokens_over_seeds(engine: Engine, sampling: dict[str, Any]) -> None:
@@ -137,7 +140,12 @@ def test_pairs_of_tokens_over_seeds(engine: Engine, sampling: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 2.2, "top_k": 4}, {"logit_bias": ((4, 2.0),), "top_p": 0.9}]
+    "sampling",
+    [
+        pytest.param({}, marks=SWEEP),
+        {"temperature": 2.2, "top_k": 4},
+        pytest.param({"logit_bias": ((4, 2.0),), "top_p": 0.9}, marks=SWEEP),
+    ],
 )
 def test_positions_of_one_request_are_alike_and_independent(engine: Engine, sampling: dict[str, Any]) -> None:
     """All positions have the same distribution, and neighbours are independent: 4 requests of 1,000 tokens
@@ -163,9 +171,9 @@ def test_positions_of_one_request_are_alike_and_independent(engine: Engine, samp
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"frequency_penalty": 0.02, "presence_penalty": 0.5},
+        pytest.param({"frequency_penalty": 0.02, "presence_penalty": 0.5}, marks=SWEEP),
         {"repetition_penalty": 1.4, "temperature": 3.0, "logit_bias": ((7, 47.0),)},
-        {"frequency_penalty": 0.05, "min_p": 0.2},
+        pytest.param({"frequency_penalty": 0.05, "min_p": 0.2}, marks=SWEEP),
     ],
 )
 def test_long_outputs_under_penalties(engine: Engine, sampling: dict[str, Any], constrained: bool) -> None:
