@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -57,10 +58,9 @@ def ask(stub: Any, case: dict[str, Any], **more: Any) -> Any:
     return stub.Generate(
         inference_pb2.GenerateRequest(
             prompt_token_ids=types_pb2.TokenIds(ids=case["prompt"]),
-            sampling=types_pb2.SamplingParams(temperature=0),
             stopping=types_pb2.StoppingParams(max_tokens=len(case["tokens"]), ignore_eos=True),
             output=types_pb2.OutputOptions(logprobs=1, prompt_logprobs=1, text=False),
-            **more,
+            **{"sampling": types_pb2.SamplingParams(temperature=0), **more},
         ),
         timeout=120,
     )
@@ -91,9 +91,9 @@ def ask(stub: Any, case: dict[str, Any], **more: Any) -> Any:
     ],
 )
 def test_goldens_of_a_group_are_pytorch_s(name: str, size: int, stages: int) -> None:
-    """Prefill in chunks, windows, log-probabilities, a bias and a pause that frees the cache pass through the
-    log, and adapters, which the leader reads and is sent; with stages no adapters. At the end the follower is
-    told to stop, and all end gracefully.
+    """Prefill in chunks, windows, log-probabilities, forks, a bias and a pause that frees the cache pass
+    through the log, and adapters, which the leader reads and is sent; with stages no adapters. At the end the
+    follower is told to stop, and all end gracefully.
     """
     cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
     adapters = sorted((GOLDEN / "lora" / name).glob("*")) if stages == 1 else []
@@ -130,6 +130,8 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int, stages: int) -> 
                         assert list(output.token_ids) == case["base_tokens"]
                 for folder in adapters:
                     client.unload_adapter(folder.name)
+            forked = ask(stub, cases[0], sampling=types_pb2.SamplingParams(temperature=0, n=3))
+            assert [list(output.token_ids) for output in forked.outputs] == 3 * [cases[0]["tokens"]]
             biased = inference_pb2.GenerateRequest(
                 prompt_token_ids=types_pb2.TokenIds(ids=cases[0]["prompt"]),
                 sampling=types_pb2.SamplingParams(temperature=0, allowed_token_ids=[11]),
@@ -144,6 +146,35 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int, stages: int) -> 
         group.processes[1].send_signal(signal.SIGTERM)
         others = [75] * (processes - 2)
         assert group.wait_codes(60.0) == [75, 0, *others], group.output(0) + group.output(1)
+
+
+@pytest.mark.sweep
+def test_texts_keep_to_their_grammars_in_stages() -> None:
+    """Masks go to the leader, which has the last stage, while other rows take turns with these. The model is
+    computed by the native kernels where the machine has them.
+    """
+    patterns = ["[ab]{9}", "(one|two) [0-9]{1,5}\\.", "x{0,5}y", '\\{"a": (true|null)\\}']
+    with Group("demo", CACHE, *STAGES, "--dtype=bfloat16", "--page-size=16") as group:
+        group.wait_ready()
+        with grpc.insecure_channel(group.address) as channel, ThreadPoolExecutor(8) as pool:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+
+            def answer(pattern: str | None) -> str:
+                request = inference_pb2.GenerateRequest(
+                    prompt="Once upon a time",
+                    sampling=types_pb2.SamplingParams(temperature=0),
+                    stopping=types_pb2.StoppingParams(max_tokens=60),
+                )
+                if pattern is not None:
+                    request.constraint.regex = pattern
+                return str(stub.Generate(request, timeout=120).outputs[0].text)
+
+            alone = answer(None)
+            answers = list(pool.map(answer, [*patterns, *4 * [None]]))
+    for pattern, text in zip(patterns, answers, strict=False):
+        assert re.fullmatch(pattern, text), (pattern, text)
+    assert answers[4:] == 4 * [alone]
+    assert alone
 
 
 @pytest.mark.sweep

@@ -36,7 +36,7 @@ from penstock.runtime.following.repeating import repeat_change
 from penstock.runtime.following.sharing import FollowedUpdates
 from penstock.runtime.models.stages import Stage
 from penstock.runtime.ops.cache_spec import CacheSpec
-from penstock.runtime.ops.device_arrays import zeros
+from penstock.runtime.ops.device_arrays import put_equal
 
 
 class LastStageCalls(LeadingCalls):
@@ -170,8 +170,7 @@ class StageRepeater:
         self._tokens: jax.Array | None = None
         """The last token of each slot, int32[S]; None where this is not the first stage."""
         if links.tokens is not None:
-            shape, sharding = (config.max_num_seqs,), runner.device.sharding
-            (self._tokens,) = zeros(shape, np.dtype(np.int32), sharding)
+            self._tokens = put_equal(np.zeros(config.max_num_seqs, np.int32), runner.device.sharding)
         self._new: frozenset[int] | None = None
         """The slots with tokens of a choice that the leader has not passed yet; None: there is none."""
 
