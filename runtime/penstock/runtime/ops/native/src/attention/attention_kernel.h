@@ -72,7 +72,8 @@ struct Memory {
     float* values_of_sums = carver.Take<float>((tiles + kWide<kForm>)*kCols * job.value_dim);
     queries = carver.Take<float>(tiles * query_words * kCols);
     scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
-    probabilities = carver.Take<float>(kSplit * kCols);
+    // Of float32 each takes the place of its score, so that fewer lines of the first cache are used.
+    probabilities = kForm == Form::kFloat ? scores : carver.Take<float>(kSplit * kCols);
     constexpr int kPer = kForm == Form::kTiles ? 2 : 1;  // numbers in a word
     const bool converts = job.int8 && kForm != Form::kInPlace;
     keys = carver.Take<float>(converts ? kSplit / kPer * job.dim : 0);
@@ -115,9 +116,8 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
   c.min_oldest = c.min_newest = INT32_MAX;
   c.max_oldest = c.max_newest = -1;
   const uint32_t* rows[kCols];
-  if (kForm == Form::kFloat) {
-    memset(queries, 0, words * kCols * 4);
-  }
+  const int32_t* member = job.members + task.first + first / group;
+  int64_t of_group = first % group;
   for (int i = 0; i < kCols; ++i) {
     if (i >= c.count) {
       c.oldest[i] = INT32_MAX;
@@ -125,8 +125,11 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
       c.slopes[i] = c.at[i] = 0.0f;
       continue;
     }
-    const int32_t token = c.token[i] = job.members[task.first + (first + i) / group];
-    const int64_t head = c.head[i] = static_cast<int32_t>(kv_head * group + (first + i) % group);
+    const int32_t token = c.token[i] = *member;
+    const int64_t head = c.head[i] = static_cast<int32_t>(kv_head * group + of_group);
+    if (++of_group == group) {
+      of_group = 0, ++member;
+    }
     c.oldest[i] = job.oldest[token];
     c.newest[i] = job.newest[token];
     c.slopes[i] = job.slopes ? job.slopes[head] * kLog2E : 0.0f;
@@ -141,24 +144,17 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
       SpreadQuery(job, q, to);
       q = to;
     }
-    if constexpr (kForm == Form::kTiles) {
-      rows[i] = reinterpret_cast<const uint32_t*>(q);
-      continue;
-    }
     if constexpr (kForm == Form::kInPlace) {
       auto* prepare = job.int8 ? PrepareQuery<int8_t> : PrepareQuery<uint16_t>;
       c.query_scales[i] = prepare(q, i, job.dim, queries);
-      continue;
-    }
-    for (int64_t w = 0; w < words; ++w) {
-      queries[w * kCols + i] = Word(q + 4 * w);
+    } else {
+      rows[i] = reinterpret_cast<const uint32_t*>(q);
     }
   }
-#ifdef PENSTOCK_HAS_TILES
-  if constexpr (kForm == Form::kTiles) {
+  if constexpr (kForm != Form::kInPlace) {
     alignas(64) static const uint32_t zeros[16] = {};
     for (int64_t chunk = 0; chunk * 16 < words; ++chunk) {
-      const int64_t at = ChunkOffset(chunk, job.dim) / 4;
+      const int64_t at = kForm == Form::kTiles ? ChunkOffset(chunk, job.dim) / 4 : chunk * 16;
       const uint32_t* from[16];
       for (int i = 0; i < kCols; ++i) {
         from[i] = i < c.count ? rows[i] + at : zeros;
@@ -168,7 +164,22 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
       memset(to, 0, (chunk * 16 - at) * kCols * 4);  // these dims belong to the chunk before
     }
   }
-#endif
+}
+
+// Prefetches the queries of up to kCols columns of a task.
+inline void FetchQueries(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int first) {
+  const int last = Min(first + kCols, task.column_end), group = static_cast<int>(job.group());
+  const int64_t bytes = job.input_row_bytes();
+  for (int column = first; column < last;) {
+    // Those of a token lie side by side.
+    const int of_group = column % group, count = Min(group - of_group, last - column);
+    const int64_t token = job.members[task.first + column / group];
+    const char* q = job.q + (token * job.heads + kv_head * group + of_group) * bytes;
+    for (int64_t at = 0; at < count * bytes; at += kCacheLine) {
+      _mm_prefetch(q + at, _MM_HINT_T0);
+    }
+    column += count;
+  }
 }
 
 // Finds the tiles of keys (value = 0) or values (value = 1) of positions [begin, end) of a split.
@@ -204,19 +215,23 @@ void Softmax(const AttentionJob& job, const Columns& c, const Part& part, float*
              Fetch& fetch) {
   const int begin = part.first, end = part.last;
   const float *key_scales = part.key_scales, *value_scales = part.value_scales;
-  const bool cap = job.softcap > 0.0f, slopes = job.slopes;
+  const bool cap = job.softcap > 0.0f, slopes = job.slopes, changed = key_scales || cap || slopes;
+  constexpr int kPeaks = 4;  // so that no maximum waits for the one before
   const float factor = cap || slopes ? 1.0f : job.scale * kLog2E;
   const int vecs = (c.count + Vec::kWidth - 1) / Vec::kWidth;
   for (int v = 0; v < vecs; ++v) {
     const int col = v * Vec::kWidth;
-    Vec::F peak = Vec::Set(-__builtin_inff());
+    Vec::F peaks[kPeaks];
+    for (auto& p : peaks) {
+      p = Vec::Set(-__builtin_inff());
+    }
     for (int tile = begin; tile < end; tile += kKeyTile) {
       fetch.Advance();
       const int first = part.start + tile;
       const bool masked = first < c.max_oldest || first + kKeyTile - 1 > c.min_newest;
-      for (int key = 0; key < kKeyTile; ++key) {
-        float* at = scores + (tile + key) * kCols + col;
-        Vec::F x = Vec::Load(at);
+      float* from = scores + tile * kCols + col;
+      for (int key = 0; (changed || masked) && key < kKeyTile; ++key) {
+        Vec::F x = Vec::Load(from + key * kCols);
         if (key_scales) {
           x = Vec::Mul(x, Vec::Set(key_scales[tile + key]));
         }
@@ -232,11 +247,17 @@ void Softmax(const AttentionJob& job, const Columns& c, const Part& part, float*
         if (masked) {
           x = Vec::Within(x, first + key, c.oldest + col, c.newest + col);
         }
-        if (masked || cap || slopes || key_scales) {
-          Vec::Store(at, x);
-        }
-        peak = Vec::Max(peak, x);
+        Vec::Store(from + key * kCols, x);
       }
+      for (int key = 0; key < kKeyTile; key += kPeaks) {
+        for (int i = 0; i < kPeaks; ++i) {
+          peaks[i] = Vec::Max(peaks[i], Vec::Load(from + (key + i) * kCols));
+        }
+      }
+    }
+    Vec::F peak = peaks[0];
+    for (int i = 1; i < kPeaks; ++i) {
+      peak = Vec::Max(peak, peaks[i]);
     }
     peak = Vec::Max(Vec::Set(kNothing), Vec::Mul(peak, Vec::Set(factor)));
     Vec::F total = Vec::Set(0.0f);

@@ -62,7 +62,8 @@ inline float Word(const char* p) {
 // columns.
 template <int kVecs>
 void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_t words, float* scores) {
-  constexpr int kKeys = kVecs == 1 ? 8 : 4;
+  constexpr int kKeys = (Vec::kWidth == 16 ? 16 : 8) / kVecs;  // half of the registers hold sums
+  constexpr int kFour = 4;
   for (int first = 0; first < kKeyTile; first += kKeys, keys += kKeys * row_bytes) {
     Vec::F sum[kKeys][kVecs];
     for (auto& key : sum) {
@@ -70,16 +71,26 @@ void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_
         s = Vec::Set(0.0f);
       }
     }
+    // One register for every four keys, which are so many multiples of row_bytes from it: GCC would take one for each
+    // key, and lack some.
+    const char* fours[kKeys / kFour];
+    for (int i = 0; i < kKeys / kFour; ++i) {
+      fours[i] = keys + i * kFour * row_bytes;
+    }
     for (int64_t w = 0; w < words; ++w) {
       Vec::F q[kVecs];
       for (int v = 0; v < kVecs; ++v) {
         q[v] = Vec::Load(queries + w * kCols + v * Vec::kWidth);
       }
       for (int k = 0; k < kKeys; ++k) {
-        const float word = Word(keys + k * row_bytes + w * 4);
+        const float word = Word(fours[k / kFour] + k % kFour * row_bytes);
         for (int v = 0; v < kVecs; ++v) {
           sum[k][v] = Vec::Fma(q[v], Vec::Set(word), sum[k][v]);
         }
+      }
+      for (auto& four : fours) {
+        four += sizeof(float);
+        __asm__("" : "+r"(four));
       }
     }
     for (int k = 0; k < kKeys; ++k) {
@@ -129,33 +140,29 @@ void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, in
   }
 }
 
-template <int kC>
-void SumColumns(const ValueRows& rows, const float* probabilities, int64_t dims, float* out) {
-  int64_t dim = 0;
-  for (; dim + 4 * Vec::kWidth <= dims; dim += 4 * Vec::kWidth) {
-    SumBlock<kC, 4>(rows, probabilities, dim, dims, out);
+// Adds up kV vectors of dims of `cols` columns, kC columns at once as long as there are so many.
+template <int kC, int kV>
+void SumColumns(const ValueRows& rows, const float* probabilities, int cols, int64_t dim, int64_t dims, float* out) {
+  for (; cols >= kC; cols -= kC, probabilities += kC, out += kC * dims) {
+    SumBlock<kC, kV>(rows, probabilities, dim, dims, out);
   }
-  for (; dim + 2 * Vec::kWidth <= dims; dim += 2 * Vec::kWidth) {
-    SumBlock<kC, 2>(rows, probabilities, dim, dims, out);
-  }
-  for (; dim < dims; dim += Vec::kWidth) {
-    SumBlock<kC, 1>(rows, probabilities, dim, dims, out);
+  if constexpr (kC > 1) {
+    SumColumns<kC / 2, kV>(rows, probabilities, cols, dim, dims, out);
   }
 }
 
 // out float[kCols][dims], of which `cols` are filled.
 inline void SumValues(const ValueRows& rows, const float* probabilities, int cols, int64_t dims, float* out) {
-  constexpr int kBlock = Vec::kWidth == 16 ? 4 : 2;  // as many as the registers hold
-  int c = 0;
-  for (; c + kBlock <= cols; c += kBlock) {
-    SumColumns<kBlock>(rows, probabilities + c, dims, out + c * dims);
+  constexpr int kSums = Vec::kWidth == 16 ? 16 : 8;  // half of the registers
+  int64_t dim = 0;
+  for (; dim + 4 * Vec::kWidth <= dims; dim += 4 * Vec::kWidth) {
+    SumColumns<kSums / 4, 4>(rows, probabilities, cols, dim, dims, out);
   }
-  if (kBlock > 2 && c + 2 <= cols) {
-    SumColumns<2>(rows, probabilities + c, dims, out + c * dims);
-    c += 2;
+  for (; dim + 2 * Vec::kWidth <= dims; dim += 2 * Vec::kWidth) {
+    SumColumns<kSums / 2, 2>(rows, probabilities, cols, dim, dims, out);
   }
-  for (; c < cols; ++c) {
-    SumColumns<1>(rows, probabilities + c, dims, out + c * dims);
+  for (; dim < dims; dim += Vec::kWidth) {
+    SumColumns<kSums, 1>(rows, probabilities, cols, dim, dims, out);
   }
 }
 

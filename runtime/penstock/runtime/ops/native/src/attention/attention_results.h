@@ -59,6 +59,13 @@ inline void WriteColumn(const AttentionJob& job, const Sums& sums, int col, int6
   }
 }
 
+// Writes the output of a tile's columns.
+inline void WriteColumns(const AttentionJob& job, const Columns& c, const Sums& sums) {
+  for (int col = 0; col < c.count; ++col) {
+    WriteColumn(job, sums, col, c.token[col], c.head[col]);
+  }
+}
+
 // Stores a split's sums in the partials of the tokens that attend to it.
 inline void StorePartials(const AttentionJob& job, const Columns& c, const Sums& sums, bool empty, int64_t split,
                           int64_t kv_head) {

@@ -48,13 +48,22 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
   Memory<kForm> memory(job, tiles, carver);
   memory.Link(tiles, value_dim);
   Sums* split_sums = memory.sums + tiles;
-  for (int64_t t = 0; t < tiles; ++t) {
-    LoadColumns<kForm>(job, task, unit.kv_head, task.column_begin + static_cast<int>(t * kCols), memory.columns[t],
-                       memory.spread, memory.queries + t * memory.query_words * kCols);
-    if (!task.partial) {
+  // Each query sees itself, so an only split is not empty.
+  const bool is_only_split = !task.partial && task.split_end - task.split_begin == 1;
+  // Loads the queries of tile t, and prefetches those of the next one, which are far apart in memory.
+  const auto load = [&](int64_t t) {
+    const int first = task.column_begin + static_cast<int>(t * kCols);
+    LoadColumns<kForm>(job, task, unit.kv_head, first, memory.columns[t], memory.spread,
+                       memory.queries + t * memory.query_words * kCols);
+    if (!task.partial && !is_only_split) {
       Clear(memory.sums[t], value_dim);
     }
-  }
+    if (t + 1 < tiles) {
+      FetchQueries(job, task, unit.kv_head, first + kCols);
+    } else if (next.task) {
+      FetchQueries(job, *next.task, next.kv_head, next.task->column_begin);
+    }
+  };
   int low, high;
   Range(job, task, &low, &high);
   for (int split = task.split_begin; split < task.split_end; ++split) {
@@ -96,6 +105,9 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
       const int wide = Min(kWide<kForm>, static_cast<int>(tiles - t));
       int oldest = INT32_MAX, newest = -1;
       for (int w = 0; w < wide; ++w) {
+        if (split == task.split_begin) {
+          load(t + w);
+        }
         oldest = Min(oldest, memory.columns[t + w].min_oldest);
         newest = Max(newest, memory.columns[t + w].max_newest);
       }
@@ -126,6 +138,8 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
         const Columns& c = memory.columns[t + w];
         if (task.partial) {
           StorePartials(job, c, split_sums[w], empty, split, unit.kv_head);
+        } else if (is_only_split) {
+          WriteColumns(job, c, split_sums[w]);  // while the next tile is computed, memory takes it
         } else if (!empty) {
           Merge(memory.sums[t + w], split_sums[w], c.count, value_dim);
         }
@@ -133,11 +147,8 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     }
   }
   if (!task.partial) {
-    for (int64_t t = 0; t < tiles; ++t) {
-      const Columns& c = memory.columns[t];
-      for (int col = 0; col < c.count; ++col) {
-        WriteColumn(job, memory.sums[t], col, c.token[col], c.head[col]);
-      }
+    for (int64_t t = 0; t < tiles && !is_only_split; ++t) {
+      WriteColumns(job, memory.columns[t], memory.sums[t]);
     }
     return;
   }

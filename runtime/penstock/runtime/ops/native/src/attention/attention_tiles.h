@@ -7,6 +7,16 @@
 #include "common/tiles.h"
 #include "common/vec.h"
 
+namespace penstock {
+namespace {
+
+// Byte offset of the dims of chunk c (32 of them). If dim is not a multiple of 32, the last chunk overlaps the one
+// before it, and its queries are 0 there.
+inline int64_t ChunkOffset(int64_t chunk, int64_t dim) { return 2 * (32 * chunk + 32 <= dim ? 32 * chunk : dim - 32); }
+
+}  // namespace
+}  // namespace penstock
+
 #ifdef PENSTOCK_HAS_TILES
 #include "attention/attention_numbers_avx512.h"
 
@@ -66,10 +76,6 @@ constexpr int kOperand0 = 4;
 constexpr int kOperand1 = 5;
 constexpr int kOperand2 = 6;
 constexpr int kOperand3 = 7;
-
-// Byte offset of the dims of chunk c (32 of them). If dim is not a multiple of 32, the last chunk overlaps the one
-// before it, and its queries are 0 there.
-inline int64_t ChunkOffset(int64_t chunk, int64_t dim) { return 2 * (32 * chunk + 32 <= dim ? 32 * chunk : dim - 32); }
 
 // Computes the scores of kN tiles of keys against one tile of columns.
 template <int kN>

@@ -62,7 +62,7 @@ inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, i
   }
 }
 
-// Transposes 16 rows of 16 words, for example probabilities from [pair][col] to AMX's A operand [col][pair].
+// Transposes 16 rows of 16 words, for example queries from [col][dim] to [dim][col].
 inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
   __m512i a[16];
   for (int i = 0; i < 16; ++i) {
@@ -120,6 +120,22 @@ inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, i
     }
   }
   memcpy(to + (words - 8) * rows, last, 8 * rows * 4);
+}
+
+// As for AVX-512.
+inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
+  for (int row = 0; row < 16; row += 8) {
+    for (int word = 0; word < 16; word += 8) {
+      __m256 a[8];
+      for (int i = 0; i < 8; ++i) {
+        a[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(from[row + i] + word));
+      }
+      Transpose8(a);
+      for (int i = 0; i < 8; ++i) {
+        _mm256_storeu_ps(reinterpret_cast<float*>(to + 16 * (word + i) + row), a[i]);
+      }
+    }
+  }
 }
 
 #endif
