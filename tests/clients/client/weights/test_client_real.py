@@ -1,117 +1,70 @@
-"""Both clients and the command line push weights into the real engine, of a golden checkpoint.
-
-The witness is a fresh server that has loaded the new weights from a file: it must answer with the same tokens
-and the same log-probabilities.
+"""Both clients and the command line push weights into the real updater, beside a fake engine. The tensors
+that serve afterwards are those that were sent, bit for bit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from penstock import client as api
 from penstock.cli.__main__ import main
 from penstock.client import AsyncClient, Client, UpdateOutcome, weights_digest
 from penstock.client.weights import update
-from penstock.runtime.engine import Engine
-from tests.service.rig import Kept, serving
-from tests.support.goldens import CONFIG, GOLDEN
+from tests.service.fake import TENSORS
+from tests.service.rig import Rig, serving
+from tests.service.updatable import updatable
 
 pytestmark = pytest.mark.ci
 
 Arrays = dict[str, NDArray[Any]]
-Answer = tuple[tuple[int, ...], tuple[float, ...]]
-
-CHECKPOINT = GOLDEN / "qwen3"
-OLD: Arrays = dict(load_file(CHECKPOINT / "model.safetensors"))
+DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
 
 
-def turned(arrays: Arrays, places: int) -> Arrays:
-    """Other weights: the values of each tensor in another order."""
-    return {name: np.roll(value.ravel(), places).reshape(value.shape) for name, value in arrays.items()}
+def drawn(seed: int) -> Arrays:
+    """Make weights for the fake engine."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=sent.shape).astype(DTYPES[sent.dtype]) for name, sent in TENSORS.items()}
 
 
-NEW = turned(OLD, 7)
-
-
-@pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a directory that servers may read, with a checkpoint of the new weights in `new`."""
-    folder = tmp_path_factory.mktemp("roots")
-    shutil.copytree(CHECKPOINT, folder / "new")
-    save_file(NEW, folder / "new" / "model.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Kept]:
-    loaded = Engine.from_pretrained(str(CHECKPOINT), CONFIG)
-    loaded.start()
-    yield Kept(loaded)
-    loaded.shutdown()
-
-
-def answer_of(client: Client) -> Answer:
-    output = client.generate(
-        "def decode(self, text):",
-        temperature=0,
-        max_tokens=24,
-        ignore_eos=True,
-        logprobs=0,
-        return_token_ids=True,
-        bypass_prefix_cache=True,
-        timeout=60,
-    )
-    assert output.logprobs is not None
-    return output.token_ids, output.logprobs.sampled
-
-
-@pytest.fixture(scope="module")
-def new_answer(roots: Path) -> Answer:
-    """Return what a fresh server on the new weights answers."""
-
-    async def ask() -> Answer:
-        async with serving(Engine.from_pretrained(str(roots / "new"), CONFIG)) as rig:
-            return await asyncio.to_thread(ask_at, rig.server.address)
-
-    return asyncio.run(ask())
-
-
-def ask_at(addr: str) -> Answer:
-    with Client(addr) as client:
-        return answer_of(client)
+NEW = drawn(7)
 
 
 @pytest.fixture
-async def addr(engine: Kept, roots: Path) -> AsyncIterator[str]:
-    """Yield the address of a server on the old weights."""
-    async with serving(engine, weights_roots=(roots,)) as rig:
-        yield rig.server.address
-        await asyncio.to_thread(restore, rig.server.address)
+def roots(tmp_path: Path) -> Path:
+    """Make a directory that servers may read, with a checkpoint of the new weights in `new`."""
+    (tmp_path / "new").mkdir()
+    save_file(NEW, tmp_path / "new" / "model.safetensors")
+    return tmp_path
 
 
-def restore(addr: str) -> None:
-    with Client(addr) as client:
-        client.resume()
-        client.discard_weights(client.model_info().staged_update_id or "none")
-        client.update_weights(OLD, label="old")
+@pytest.fixture
+async def rig(roots: Path) -> AsyncIterator[Rig]:
+    async with serving(updatable(), weights_roots=(roots,)) as served:
+        yield served
 
 
-async def test_arrays_become_what_a_fresh_server_has(addr: str, new_answer: Answer) -> None:
+def serves(rig: Rig, arrays: Arrays) -> bool:
+    """Say whether the engine has these weights."""
+    found: dict[str, bytes] = rig.engine.updater.serving
+    return found == {name: value.tobytes() for name, value in arrays.items()}
+
+
+async def test_arrays_become_what_serves(rig: Rig) -> None:
     def push() -> None:
-        with Client(addr) as client:
-            before, old = client.model_info(), answer_of(client)
+        with Client(rig.server.address) as client:
+            before = client.model_info()
             found = client.update_weights(NEW, label="step-1", expected_generation=before.weights)
-            assert old != answer_of(client) == new_answer
+            assert serves(rig, NEW)
             assert (found.outcome, found.previous) == (UpdateOutcome.COMMITTED, before.weights)
             assert found.current == api.WeightsVersion("step-1", before.weights.generation + 1)
             assert found.tensors_updated == len(NEW)
@@ -126,39 +79,39 @@ async def test_arrays_become_what_a_fresh_server_has(addr: str, new_answer: Answ
     await asyncio.to_thread(push)
 
 
-async def test_the_asyncio_client_with_arrays_of_jax(addr: str, new_answer: Answer) -> None:
+async def test_the_asyncio_client_with_arrays_of_jax(rig: Rig) -> None:
     arrays = {name: jnp.asarray(value) for name, value in NEW.items()}
-    async with AsyncClient(addr) as client:
+    async with AsyncClient(rig.server.address) as client:
         found = await client.update_weights(arrays, label="step-1", policy="keep", staging="device")
     assert found.digest == weights_digest(NEW)
-    assert await asyncio.to_thread(ask_at, addr) == new_answer
+    assert serves(rig, NEW)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "uri"])
-async def test_files(addr: str, roots: Path, new_answer: Answer, kind: str) -> None:
+async def test_files(rig: Rig, roots: Path, kind: str) -> None:
     folder = roots / "new"
-    async with AsyncClient(addr) as client:
+    async with AsyncClient(rig.server.address) as client:
         if kind == "uri":
             found = await client.update_weights(uri=folder.as_uri(), label="l", staging="in_place")
         else:
             source = folder / "model.safetensors" if kind == "file" else folder
             found = await client.update_weights(source, label="l")
     assert found.digest == weights_digest(folder)
-    assert await asyncio.to_thread(ask_at, addr) == new_answer
+    assert serves(rig, NEW)
 
 
-async def test_a_part_of_the_weights(addr: str, new_answer: Answer) -> None:
+async def test_a_part_of_the_weights(rig: Rig) -> None:
     names = list(NEW)
-    async with AsyncClient(addr) as client:
+    async with AsyncClient(rig.server.address) as client:
         for part in (names[::2], names[1::2]):
             await client.update_weights({n: NEW[n] for n in part}, label="l", partial=True)
-    assert await asyncio.to_thread(ask_at, addr) == new_answer
+    assert serves(rig, NEW)
 
 
-async def test_bad_tensors_are_told_as_the_model_has_them(addr: str) -> None:
+async def test_bad_tensors_are_told_as_the_model_has_them(rig: Rig) -> None:
     name, value = next(iter(NEW.items()))
     others = {n: v for n, v in NEW.items() if n != name}
-    async with AsyncClient(addr) as client:
+    async with AsyncClient(rig.server.address) as client:
         for arrays, reason in (
             (others, api.TensorReason.MISSING),
             ({**NEW, "new": value}, api.TensorReason.UNKNOWN_NAME),
@@ -176,46 +129,47 @@ async def test_bad_tensors_are_told_as_the_model_has_them(addr: str) -> None:
         assert (await client.update_weights(NEW, label="l", validate_only=True)).digest == b""
 
 
-async def test_weights_that_change_while_they_are_sent_are_refused(
-    addr: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when a trainer goes on with its next step in the same memory."""
-    monkeypatch.setattr(update, "_MOST_LISTED_BYTES", 1)  # or one message would bring all of these few bytes
+async def test_weights_that_change_while_they_are_sent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a trainer goes on with its next step in the same memory. Chunks have at most 200 bytes, and a
+    message one chunk, so that some are read after the first was sent.
+    """
+    monkeypatch.setattr(update, "_MOST_LISTED_BYTES", 1)
     moving = {name: value.copy() for name, value in NEW.items()}
-    old = await asyncio.to_thread(ask_at, addr)
 
     def disturb(sent: int, total: int) -> None:
         for value in moving.values():
             value.fill(0.0)
 
-    def push() -> api.TensorsRefused:
-        with Client(addr) as client, pytest.raises(api.TensorsRefused) as caught:
+    def push(rig: Rig) -> api.TensorsRefused:
+        with Client(rig.server.address) as client, pytest.raises(api.TensorsRefused) as caught:
             client.update_weights(moving, label="l", progress=disturb)
         return caught.value
 
-    refused = await asyncio.to_thread(push)
-    assert {problem.reason for problem in refused.tensors} == {api.TensorReason.CHECKSUM}
-    assert await asyncio.to_thread(ask_at, addr) == old
+    async with serving(updatable(), max_receive_bytes=264) as rig:
+        old = rig.engine.updater.serving
+        refused = await asyncio.to_thread(push, rig)
+        assert {problem.reason for problem in refused.tensors} == {api.TensorReason.CHECKSUM}
+        assert rig.engine.updater.serving == old
 
 
-async def test_an_id_is_applied_once(addr: str, new_answer: Answer) -> None:
-    async with AsyncClient(addr) as client:
+async def test_an_id_is_applied_once(rig: Rig) -> None:
+    async with AsyncClient(rig.server.address) as client:
         first = await client.update_weights(NEW, label="l", update_id="once")
-        again = await client.update_weights(turned(OLD, 3), label="other", update_id="once")
+        again = await client.update_weights(drawn(3), label="other", update_id="once")
     assert again.outcome is UpdateOutcome.ALREADY_COMMITTED
     assert again.current == first.current
-    assert await asyncio.to_thread(ask_at, addr) == new_answer
+    assert serves(rig, NEW)
 
 
-async def test_another_generation_is_a_conflict(addr: str) -> None:
-    async with AsyncClient(addr) as client:
+async def test_another_generation_is_a_conflict(rig: Rig) -> None:
+    async with AsyncClient(rig.server.address) as client:
         with pytest.raises(api.GenerationChanged):
             await client.update_weights(NEW, label="l", expected_generation=10_000)
 
 
-async def test_staged_weights_wait(addr: str, new_answer: Answer) -> None:
-    old = await asyncio.to_thread(ask_at, addr)
-    async with AsyncClient(addr) as client:
+async def test_staged_weights_wait(rig: Rig) -> None:
+    old = rig.engine.updater.serving
+    async with AsyncClient(rig.server.address) as client:
         with pytest.raises(api.UnknownUpdate):
             await client.commit_weights("never-staged")
         assert await client.discard_weights("never-staged") is False
@@ -226,16 +180,16 @@ async def test_staged_weights_wait(addr: str, new_answer: Answer) -> None:
             await client.update_weights(NEW, label="l")
         assert await client.discard_weights(staged.update_id) is True
         staged = await client.update_weights(NEW, label="l", stage_only=True)
-        assert await asyncio.to_thread(ask_at, addr) == old
+        assert rig.engine.updater.serving == old
         found = await client.commit_weights(staged.update_id)
         assert (found.outcome, found.digest) == (UpdateOutcome.COMMITTED, weights_digest(NEW))
         again = await client.commit_weights(staged.update_id)
         assert (again.outcome, again.current) == (UpdateOutcome.ALREADY_COMMITTED, found.current)
-    assert await asyncio.to_thread(ask_at, addr) == new_answer
+    assert serves(rig, NEW)
 
 
-async def test_old_weights_can_be_refused(addr: str) -> None:
-    async with AsyncClient(addr) as client:
+async def test_old_weights_can_be_refused(rig: Rig) -> None:
+    async with AsyncClient(rig.server.address) as client:
         wanted = (await client.model_info()).weights.generation + 1
         with pytest.raises(api.WeightsTooOld):
             await client.generate("p", max_tokens=1, min_weights=wanted)
@@ -244,8 +198,8 @@ async def test_old_weights_can_be_refused(addr: str) -> None:
         assert answer.weights[0].version == found.current
 
 
-async def test_a_pause_stops_tokens_until_resume(addr: str) -> None:
-    async with AsyncClient(addr) as client:
+async def test_a_pause_stops_tokens_until_resume(rig: Rig) -> None:
+    async with AsyncClient(rig.server.address) as client:
         await client.pause(free_kv_cache=True)
         assert (await client.load()).paused
         stream = client.stream("p", max_tokens=2, ignore_eos=True)
@@ -259,11 +213,9 @@ async def test_a_pause_stops_tokens_until_resume(addr: str) -> None:
         assert not (await client.load()).paused
 
 
-async def test_the_command_line(
-    addr: str, roots: Path, new_answer: Answer, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_command_line(rig: Rig, roots: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*argv: str) -> str:
-        assert main([*argv, "--addr", addr]) == 0
+        assert main([*argv, "--addr", rig.server.address]) == 0
         return capsys.readouterr().out
 
     def push() -> None:
@@ -281,4 +233,4 @@ async def test_the_command_line(
         assert "paused" not in run("info")
 
     await asyncio.to_thread(push)
-    assert await asyncio.to_thread(ask_at, addr) == new_answer
+    assert serves(rig, NEW)
