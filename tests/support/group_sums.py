@@ -6,8 +6,10 @@ It prints a JSON object: the collectives of each program, and the bits of what o
 hexadecimal, by the number of rows.
 """
 
+import functools
 import json
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,30 +26,27 @@ ROWS = (1, 3, 16)
 SIZE = 48
 
 
-def values(devices):
+def values(devices: int) -> np.ndarray:
     """Return what each device has of each row: float32 [devices, rows, SIZE]."""
     drawn = np.random.default_rng(7).normal(size=(devices, max(ROWS), SIZE))
     return (drawn * 10.0 ** np.arange(devices)[:, None, None]).astype(np.float32)
 
 
-def main():
+def main() -> None:
     process, processes, devices = map(int, sys.argv[1:4])
     if processes > 1:
         jax.distributed.initialize(
             sys.argv[4], processes, process, cluster_detection_method="deactivate", initialization_timeout=120
         )
     mesh = mesh_of(start_backends(1, devices // processes))
-    given, said = values(devices), {"collectives": {}}
+    given, said = values(devices), dict[str, dict[Any, Any]](collectives={})
     for operation in (summed, gathered):
         for rows in ROWS:
-            array = jax.make_array_from_callback(
-                (devices, rows, SIZE),
-                NamedSharding(mesh, CUT),
-                lambda part, rows=rows: given[:, :rows][part],
-            )
-            program = on_mesh(lambda own, run=operation: run(own, AXIS), mesh, (CUT,), CUT)
+            whole = given[:, :rows]
+            array = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, CUT), whole.__getitem__)
+            program = on_mesh(functools.partial(operation, axis=AXIS), mesh, (CUT,), CUT)
             compiled = jax.jit(program).lower(array).compile()
-            said["collectives"][operation.__name__] = collectives_of(compiled.as_text())
+            said["collectives"][operation.__name__] = collectives_of(compiled.as_text() or "")
             (first, *_) = compiled(array).addressable_shards
             said.setdefault(operation.__name__, {})[rows] = np.asarray(first.data).tobytes().hex()
     sys.stdout.write(json.dumps(said) + "\n")
