@@ -14,7 +14,7 @@ NEWEST_TESTS = tests/runtime/models/test_golden.py tests/service/servicers/test_
 AGAINST ?= HEAD~1
 # `make check SINCE=REV` runs clang-tidy only over the kernels that have changed since a commit.
 SINCE ?=
-# What of the sweep `make test-ci` runs: the fifth that a number draws, here the commit's, and what changes since a
+# What of the sweep `make test-ci` runs: the seventh that a number draws, here the commit's, and what changes since a
 # commit touch.
 DRAW ?= $(shell git rev-list --count HEAD)
 TOUCHED ?= $(AGAINST)
@@ -71,7 +71,7 @@ run: install ## serve the demo model on 127.0.0.1 and print a sample
 test: install ## run the tests that take minutes together (MARK='not gpu' or PYTEST_ARGS=tests/service narrow it)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not (ci or sweep)$(if $(MARK), and ($(MARK)))'
 
-test-ci: install ## run what CI runs: also the costly tests, and of the sweep a fifth (DRAW=980 TOUCHED=HEAD~1 repeat a run)
+test-ci: install ## run what CI runs: also the costly tests, and of the sweep a seventh (DRAW=980 TOUCHED=HEAD~1 repeat a run)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile penstock-ci --draw '$(DRAW)' --touched '$(TOUCHED)' $(if $(MARK),-m '$(MARK)')
 
 test-all: install ## run every test, with programs compiled as users compile them

@@ -96,8 +96,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--draw",
         type=int,
         metavar="NUMBER",
-        help="of the tests of the sweep, run the fifth that this number draws, for example a commit's; and "
-        "compile the ninth of the files that it draws as users compile (default: the whole sweep)",
+        help="of the tests of the sweep, run the seventh that this number draws, for example a commit's; and "
+        "compile the thirteenth of the files that it draws as users compile (default: the whole sweep)",
     )
     group.addoption(
         "--touched",
@@ -116,10 +116,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     number, revision = config.getoption("draw"), config.getoption("touched")
     if number is None:
         return [f"programs: compiled {'as users compile' if USERS_XLA else 'quickly'}"]
-    part, ninth = number % PARTS, number % drawing.OPTIMIZED_PARTS
+    part, users = number % PARTS, number % drawing.OPTIMIZED_PARTS
     lines = [
         f"drawn by {number}: part {part} of {PARTS} of the sweep",
-        f"compiled as users compile: part {ninth} of {drawing.OPTIMIZED_PARTS} of the files",
+        f"compiled as users compile: part {users} of {drawing.OPTIMIZED_PARTS} of the files",
         f"to repeat it: make test-ci DRAW={number} TOUCHED={revision or ''}",
     ]
     if revision:

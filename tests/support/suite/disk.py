@@ -18,7 +18,7 @@ import pytest
 MOST_CACHE_BYTES = 1 << 30
 """Compiled programs that are kept for later runs. One run makes about half of it."""
 UNUSED_S = 2 * 86_400
-"""What is kept for later runs may be unused for so long. Each kind of it is drawn once in five runs."""
+"""What is kept for later runs may be unused for so long. Each kind of it is drawn once in seven runs."""
 
 
 class FixtureFolders:
