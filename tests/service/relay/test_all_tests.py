@@ -62,8 +62,8 @@ def drawn_as(config: pytest.Config) -> list[str]:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("folders", [("servicers",), FOLDERS], ids=["servicers", "other folders"])
 def test_the_service_through_a_front_process(folders: tuple[str, ...], pytestconfig: pytest.Config) -> None:
-    """CI draws a sixteenth of the tests of each file, and has all of a folder whose sources a commit touches;
-    of all folders if it touches the relay.
+    """CI draws one in twenty-four of the tests of each file, and has all of a folder whose sources a commit
+    touches; of all folders if it touches the relay.
     """
     others = " and ".join(f"not {name}" for name in INSIDE)
     left_out = [f"--ignore={TESTS / 'service' / file}" for file in (*OF_THE_ENGINE, *WITH_AN_ENGINE)]
