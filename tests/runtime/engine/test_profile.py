@@ -22,7 +22,7 @@ from penstock.runtime.profiling.profile import Profile
 from tests.support.models.demo import demo_engine
 from tests.support.models.toy import toy_engine
 
-pytestmark = [pytest.mark.ci, pytest.mark.users_xla]
+pytestmark = pytest.mark.ci
 
 WAIT_S = 120.0
 PARTS = ("schedule", "pack", "dispatch", "wait", "emit")
