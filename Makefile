@@ -45,6 +45,8 @@ install: $(STAMP) ## create .venv and install the project with its tools
 # newest that pyproject.toml allows.
 CONSTRAINTS = $$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
 
+# Whoever only tests needs no docs, which make the site.
+EXTRAS ?= dev,docs
 # Without hatchling's hooks, because an editable install needs no native library inside, nor JAX to compile it. Without
 # the bytecode of all packages, which takes most of an installation's time: each module's is written when it is imported.
 INSTALL = HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m pip install --disable-pip-version-check --no-compile \
@@ -55,7 +57,7 @@ $(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
 	@# A file that has moved from one of the two distributions to the other would be removed with the old one.
 	$(BIN)/python -m pip uninstall --disable-pip-version-check --quiet --quiet --yes penstock penstock-client
-	$(INSTALL) '.[dev,docs]' $(CONSTRAINTS)
+	$(INSTALL) '.[$(EXTRAS)]' $(CONSTRAINTS)
 	@# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA.
 	$(BIN)/python -m penstock.runtime.ops.native.build
 	@touch $(STAMP)
@@ -85,7 +87,7 @@ NEWEST = $(firstword $(foreach v,3.13 3.12,$(shell PYENV_VERSION=$v python$v -c 
 NEWEST_VENV = $(if $(filter-out $(OWN),$(NEWEST)),.venv-$(NEWEST))
 
 install-newest: ## create the environment of test-newest
-	$(if $(NEWEST_VENV),$(MAKE) --no-print-directory install VENV=$(NEWEST_VENV) \
+	$(if $(NEWEST_VENV),$(MAKE) --no-print-directory install VENV=$(NEWEST_VENV) EXTRAS=dev \
 		PYTHON="$$(PYENV_VERSION=$(NEWEST) python$(NEWEST) -c 'import sys; print(sys.executable)')")
 
 test-newest: install install-newest ## run the goldens, the kernels and a server on the newest Python that the machine has
