@@ -76,6 +76,8 @@ LONGEST = tuple((ROOT / "tests" / "support" / "suite" / "longest.txt").read_text
 APART = ("tests/service/relay/test_all_tests.py",)
 """Files whose tests share nothing, and take minutes each: workers take them one by one."""
 _ENGINE = "tests/runtime/engine"
+_WEIGHTS = "tests/service/weights"
+_OUTSIDE = "tests/service/openai/outside"
 TOGETHER = (
     (
         "tests/service/servicers/test_goldens.py",
@@ -86,8 +88,15 @@ TOGETHER = (
     (f"{_ENGINE}/state/test_state_by_slot.py", f"{_ENGINE}/state/test_snapshots.py"),
     (f"{_ENGINE}/test_engine_sampling.py", f"{_ENGINE}/test_engine_constraints.py"),
     (f"{_ENGINE}/test_speculation.py", f"{_ENGINE}/test_draft_model.py"),
+    tuple(f"{_WEIGHTS}/test_{name}.py" for name in ("policies", "across_an_update", "refused")),
+    tuple(
+        f"{_OUTSIDE}/test_{name}.py"
+        for name in ("libraries", "schemathesis", "comply", "compatible_tester", "canary")
+    ),
 )
-"""Files whose engines have the same programs: one worker takes them, so that it compiles once."""
+"""Files whose engines have the same programs, or which ask one server: one worker takes them, so that it
+compiles once, or starts the server once.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
