@@ -2,13 +2,15 @@
 
     python -m tests.support.group_sums PROCESS PROCESSES DEVICES COORDINATOR
 
-It prints a JSON object: the collectives of each program, and the bits of what one device has at the end, in
-hexadecimal, by the number of rows.
+It prints a JSON object: the collectives of each program, here and on TPUs, and the bits of what one device
+has at the end, in hexadecimal, by the number of rows.
 """
 
 import functools
 import json
+import re
 import sys
+from collections import Counter
 from typing import Any
 
 import jax
@@ -39,14 +41,17 @@ def main() -> None:
             sys.argv[4], processes, process, cluster_detection_method="deactivate", initialization_timeout=120
         )
     mesh = mesh_of(start_backends(1, devices // processes))
-    given, said = values(devices), dict[str, dict[Any, Any]](collectives={})
+    given, said = values(devices), dict[str, dict[Any, Any]]({"collectives": {}, "on TPUs": {}})
     for operation in (summed, gathered):
         for rows in ROWS:
             whole = given[:, :rows]
             array = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, CUT), whole.__getitem__)
             program = on_mesh(functools.partial(operation, axis=AXIS), mesh, (CUT,), CUT)
-            compiled = jax.jit(program).lower(array).compile()
+            traced = jax.jit(program).trace(array)
+            compiled = traced.lower().compile()
             said["collectives"][operation.__name__] = collectives_of(compiled.as_text() or "")
+            on_tpus = traced.lower(lowering_platforms=("tpu",)).as_text()
+            said["on TPUs"][operation.__name__] = Counter(re.findall(r"stablehlo\.(all_\w+)", on_tpus))
             (first, *_) = compiled(array).addressable_shards
             said.setdefault(operation.__name__, {})[rows] = np.asarray(first.data).tobytes().hex()
     sys.stdout.write(json.dumps(said) + "\n")

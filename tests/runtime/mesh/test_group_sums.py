@@ -50,6 +50,7 @@ def test_devices_are_added_in_their_order(processes, devices, collectives):
     given = values(devices)
     for answer in said(processes, devices):
         assert answer["collectives"] == collectives
+        assert answer["on TPUs"] == {"summed": {"all_reduce": 1}, "gathered": {"all_gather": 1}}
         for rows in ROWS:
             own = given[:, :rows]
             total = functools.reduce(np.add, own)

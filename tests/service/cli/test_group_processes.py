@@ -68,38 +68,40 @@ def ask(stub: Any, case: dict[str, Any], **more: Any) -> Any:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("name", "size", "stages"),
+    ("name", "size", "stages", "more"),
     [
-        ("qwen3", 2, 1),
-        ("qwen3", 1, 2),
+        ("qwen3", 2, 1, ()),
+        ("qwen3", 1, 2, ()),
         *(
-            pytest.param(name, size, stages, marks=pytest.mark.sweep)
-            for name, size, stages in (
-                ("qwen3", 4, 1),  # two devices of each process
-                ("deepseek_v3", 2, 1),
-                ("qwen3_moe", 2, 1),
-                ("qwen3_5", 2, 1),
-                ("gpt_oss", 2, 1),
-                ("qwen3", 2, 2),
-                ("deepseek_v3", 1, 2),
-                ("gemma4", 1, 2),  # whose stages also pass embeddings for each layer
-                ("qwen3_5", 1, 2),
-                ("gpt_oss", 2, 2),
-                ("deepseek_v3", 1, 3),
+            pytest.param(name, size, stages, more, marks=pytest.mark.sweep)
+            for name, size, stages, more in (
+                ("qwen3", 4, 1, ()),  # two devices of each process
+                ("deepseek_v3", 2, 1, ()),
+                ("deepseek_v3", 2, 1, ("--context-parallel",)),
+                ("qwen3_moe", 2, 1, ()),
+                ("qwen3_5", 2, 1, ()),
+                ("gpt_oss", 2, 1, ()),
+                ("qwen3", 2, 2, ()),
+                ("deepseek_v3", 1, 2, ()),
+                ("gemma4", 1, 2, ()),  # whose stages also pass embeddings for each layer
+                ("qwen3_5", 1, 2, ()),
+                ("gpt_oss", 2, 2, ()),
+                ("deepseek_v3", 1, 3, ()),
             )
         ),
     ],
 )
-def test_goldens_of_a_group_are_pytorch_s(name: str, size: int, stages: int) -> None:
-    """Prefill in chunks, windows, log-probabilities, forks, a bias and a pause that frees the cache pass
-    through the log, and adapters, which the leader reads and is sent; with stages no adapters. At the end the
-    follower is told to stop, and all end gracefully.
+def test_goldens_of_a_group_are_pytorch_s(name: str, size: int, stages: int, more: tuple[str, ...]) -> None:
+    """Prefill in chunks, windows, log-probabilities, outputs that fork, a bias and a pause that frees the
+    cache pass through the log, and adapters, which the leader reads and is sent; with stages no adapters. At
+    the end the follower is told to stop, and all end gracefully.
     """
     cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
     adapters = sorted((GOLDEN / "lora" / name).glob("*")) if stages == 1 else []
     flags = [
         f"--tensor-parallel-size={size}",
         f"--pipeline-parallel-size={stages}",
+        *more,
         *(["--max-adapters=1"] if adapters else []),
     ]
     if any("expert" in folder.name for folder in adapters):
@@ -110,14 +112,16 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int, stages: int) -> 
         group.wait_ready()
         with grpc.insecure_channel(group.address) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-            for bypass in (False, True):
+            for bypass, n in ((False, 1), (True, 2)):
                 with ThreadPoolExecutor(len(cases)) as pool:  # so that stages have rows in turns
-                    asked = partial(ask, stub, cache=types_pb2.CacheOptions(bypass_prefix_cache=bypass))
-                    replies = list(pool.map(asked, cases))
+                    sampling = types_pb2.SamplingParams(temperature=0, n=n)
+                    cache = types_pb2.CacheOptions(bypass_prefix_cache=bypass)
+                    replies = list(pool.map(partial(ask, stub, sampling=sampling, cache=cache), cases))
                 for case, reply in zip(cases, replies, strict=True):
-                    output = reply.outputs[0]
-                    assert list(output.token_ids) == case["tokens"]
-                    np.testing.assert_allclose(output.logprobs.sampled, case["logprobs"], rtol=1e-4)
+                    assert len(reply.outputs) == n
+                    for output in reply.outputs:
+                        assert list(output.token_ids) == case["tokens"]
+                        np.testing.assert_allclose(output.logprobs.sampled, case["logprobs"], rtol=1e-4)
             with Client(group.address) as client:
                 for folder in adapters[1:]:
                     client.push_adapter(folder.name, folder)
