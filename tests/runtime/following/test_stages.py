@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
-from penstock.runtime.execution.own_stage import Links
+from penstock.runtime.execution.own_stage import Link, Links
 from penstock.runtime.execution.step_buffer import MAX_SAMPLES, SLOT
 from penstock.runtime.following.interface import Call, Kind
 from penstock.runtime.following.stages import LastStageCalls, StageRepeater
@@ -175,6 +175,19 @@ def test_both_ends_of_the_links_are_called_in_the_same_order(
             made |= dict.fromkeys(slots, num_choices)
     assert last.of_links == first.of_links
     assert first.of_links.count("given") == len(steps)
+
+
+@pytest.mark.parametrize("does", ["send", "receive"])
+def test_the_loss_of_a_process_is_an_error_of_the_device(does: str) -> None:
+    """JAX raises a ValueError where XLA computes a small program within the call, as gloo's is here."""
+
+    def program(*arrays: Any) -> Any:
+        raise ValueError("UNKNOWN: Gloo collective permute failed: Connection reset by peer")
+
+    link: Any = object.__new__(Link)
+    link._programs, link._nothing, link._at_one_end = {1: program}, {1: []}, lambda array: array
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Connection reset by peer"):
+        getattr(link, does)(np.zeros(1) if does == "send" else 1)
 
 
 def test_what_concerns_the_last_stage_alone_is_left_out() -> None:

@@ -103,17 +103,24 @@ class Link:
             self._nothing = {size: self._zeros(size) for size in sizes}
 
     def send(self, arrays: Any) -> None:
-        """Pass a tree of arrays."""
+        """Pass a tree of arrays. JaxRuntimeError if the other process is known to be lost."""
         leaves = jax.tree.leaves(arrays)
-        self._programs[leaves[0].shape[0]](*map(self._at_one_end, leaves))
+        self._call(leaves[0].shape[0], list(map(self._at_one_end, leaves)))
 
     def receive(self, size: int) -> Any:
-        """Return the tree of arrays that the other process passes."""
-        made = self._programs[size](*self._nothing[size])
+        """Return the tree of arrays that the other process passes. JaxRuntimeError as `send`."""
+        made = self._call(size, self._nothing[size])
         return jax.tree.unflatten(
             jax.tree.structure(self._passed),
             [_of_shards((size, *each.shape[1:]), self._own, each) for each in made],
         )
+
+    def _call(self, size: int, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        try:
+            made: Sequence[jax.Array] = self._programs[size](*arrays)
+        except ValueError as error:  # so JAX says it where XLA has computed a small program within the call
+            raise jax.errors.JaxRuntimeError(str(error)) from error
+        return made
 
     def _at_one_end(self, array: jax.Array) -> jax.Array:
         """Return the array of both ends of which this process has what all of its devices have."""
