@@ -71,12 +71,13 @@ def write_gguf(
     path: Path,
     *,
     kind: str = "F32",
+    kinds: Mapping[str, str] | None = None,
     keys: Mapping[str, Any] | None = None,
     parts: int = 0,
 ) -> None:
     """Write the checkpoint of a folder. kind: the type of its matrices; those of types that the package
-    cannot write are random. keys: further metadata, such as a tokenizer. parts: how many tensors each part
-    has; 0: there is one file.
+    cannot write are random. kinds: other types, by what the names of their matrices have. keys: further
+    metadata, such as a tokenizer. parts: how many tensors each part has; 0: there is one file.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -84,7 +85,8 @@ def write_gguf(
     _write_config(writer, config)
     _write_keys(writer, keys or {})
     for name, values in _converted(folder, architecture, config).items():
-        chosen = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        own = next((other for part, other in (kinds or {}).items() if part in name), kind)
+        chosen = gguf.GGMLQuantizationType[own if values.ndim > 1 else "F32"]
         if chosen.name in _FACTORS:
             blocks = random_blocks(np.random.default_rng(len(name)), chosen.name, *values.shape)
         else:

@@ -14,6 +14,7 @@ skip and whose results are undefined.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -74,7 +75,8 @@ class LinearFormat:
     are int8, and so are tables of embeddings and heads: in 4 bits they alone would cost a third of the
     accuracy that all layers cost."""
     kept: tuple[tuple[ParamPath, CodeForm], ...] = ()
-    """Leaves that hold a checkpoint's codes as they are, each as these bytes, whatever the others hold."""
+    """Leaves that hold a checkpoint's codes as they are, each as these bytes, whatever the others hold. Of a
+    layer whose parts have codes of different kinds, it has those of the parts (`LoadRule.apart`)."""
     experts: ExpertsOp = field(default=experts, repr=False)
     """Computes mixtures of experts whose weights are not packed. It is left out of the text by which kept
     programs are found, because the backend decides it, and a function's text has its place in memory."""
@@ -140,11 +142,13 @@ def part_rules(
     spans: tuple[Span, ...] = (),
     sums: int = 1,
     may_keep: bool = False,
+    apart: ParamPath | None = None,
 ) -> Iterator[tuple[ParamPath, LoadRule]]:
     """Yield the rules of one layer of a checkpoint, whose weight [out, in] is the rows from `row` on of a
     leaf, or of the matrix `at` that the leaf stacks. scale_at, bias_at: where its scales and its bias begin
     in their pools; None: it has none. `shape` is that of one device. spans: how the outputs are cut; none:
-    they are not. sums: into how many the inputs are cut. may_keep: see `LoadRule`; packed floats always may.
+    they are not. sums: into how many the inputs are cut. may_keep, apart: see `LoadRule`; packed floats may
+    always be kept.
     """
     block = linear.outputs_per_entry
     tensor: ParamPath = (*layer, "weight")
@@ -161,6 +165,7 @@ def part_rules(
         decode=there.decode,
         kept=there.kept if there.kept is not None and there.kept.fits(OUTPUTS, shape[1]) else None,
         may_keep=may_keep or (linear.put is pack_rows and not linear.float32),
+        apart=apart,
         put=linear.put,
         cut=by_rows if sums == 1 else Cut(along="columns", spans=(Span(sums, shape[1]),)),
     )
@@ -175,7 +180,9 @@ class Linear(nnx.Module):
     side.
 
     `parts` maps the names of these layers in the checkpoint to their numbers of outputs. The weight is in one
-    of the formats; `scale_at` and `bias_at` are places in the pools.
+    of the formats; `scale_at` and `bias_at` are places in the pools. If a checkpoint has codes of different
+    kinds for the parts, as GGUF files with mixed types, neighbours of one kind have a leaf for themselves,
+    under the name of the first one; else all have the leaf "weight".
     """
 
     may_keep = False
@@ -192,9 +199,11 @@ class Linear(nnx.Module):
         linear: LinearFormat = PLAIN,
         cuts: Mapping[str, tuple[Span, ...]] | None = None,
         sums: int = 1,
+        apart: bool = False,
     ) -> None:
         """Sizes are those of one device. cuts: how the outputs of a part are cut, if they are. sums: into how
-        many the inputs are cut; what the devices compute is added up then.
+        many the inputs are cut; what the devices compute is added up then. apart: whether the parts may have
+        codes of different kinds. Those of a gate may not, because one kernel multiplies both.
         """
         self.cuts, self.sums = tuple((cuts or {}).get(part, ()) for part in parts), sums
         out_size = sum(parts.values())
@@ -203,6 +212,9 @@ class Linear(nnx.Module):
         sizes = [span.size for spans in split for span in spans]
         self.form = linear.of((*parts.values(), *sizes), in_size)
         self.weight = self.form.weight(out_size, in_size, dtype)
+        self.may_part = apart and 1 < len(parts) <= native.MOST_WEIGHTS
+        self.leaves: tuple[tuple[str, LinearFormat, int], ...] = (("weight", self.form, out_size),)
+        """The names, formats and numbers of outputs of its leaves."""
         self.scale_at: Place | None = planners.scales.take(out_size) if self.form.int8 else None
         self.bias_at: Place | None = planners.vectors.take(out_size) if bias else None
         self.adapter_at: AdapterPlace | None = None
@@ -244,28 +256,48 @@ class Linear(nnx.Module):
 
     def keep(self, form: CodeForm) -> None:
         """Have a checkpoint's codes as the weight, in a model whose weights are packed for native kernels."""
-        self.form = LinearFormat(packed=True, codes=form)
-        self.weight = self.form.weight(sum(dict(self.parts).values()), self.in_size, jnp.dtype(jnp.uint8))
+        self.form, out_size = LinearFormat(packed=True, codes=form), sum(dict(self.parts).values())
+        self.weight = self.form.weight(out_size, self.in_size, jnp.dtype(jnp.uint8))
+        self.leaves = (("weight", self.form, out_size),)
+
+    def keep_apart(self, forms: Mapping[str, CodeForm]) -> None:
+        """Have a checkpoint's codes as the weights of these parts, and floats as those of the others, in a
+        model whose weights are packed for native kernels.
+        """
+        assert self.may_part, "only rules that say so are kept apart"
+        dtype, leaves = self.weight.dtype, list[tuple[str, LinearFormat, int]]()
+        for codes, run in itertools.groupby(self.parts, key=lambda part: forms.get(part[0])):
+            names, sizes = zip(*run, strict=True)
+            form = LinearFormat(packed=True, codes=codes)
+            setattr(self, names[0], form.weight(sum(sizes), self.in_size, dtype))
+            leaves.append((names[0], form, sum(sizes)))
+        del self.weight
+        self.leaves = tuple(leaves)
 
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`; each part of the outputs is a tensor."""
-        row = 0
+        row = begin = 0
+        leaves = iter(self.leaves)
+        leaf, form, outputs = next(leaves)
         for (part, size), spans in zip(self.parts, self.cuts, strict=True):
+            if row == begin + outputs:
+                begin, (leaf, form, outputs) = row, next(leaves)
             yield from part_rules(
                 (*path[:-1], part),
                 (size, self.in_size),
                 dtype,
                 stored,
-                self.form,
-                leaf=(*path, "weight"),
-                row=row,
+                form,
+                leaf=(*path, leaf),
+                row=row - begin,
                 scale_at=None if self.scale_at is None else self.scale_at.begin + row,
                 bias_at=None if self.bias_at is None else self.bias_at.begin + row,
                 spans=spans,
                 sums=self.sums,
                 may_keep=self.may_keep,
+                apart=(*path, part) if self.may_part else None,
             )
             row += size
 
@@ -274,15 +306,20 @@ class Linear(nnx.Module):
         """Whether a device has only some of the outputs."""
         return any(span.pieces > 1 for spans in self.cuts for span in spans)
 
-    def operands(self, pools: Pools) -> native.Packed:
-        """Return the operands of the native kernel."""
-        return native.Packed(
-            self.weight[...],
-            None if self.scale_at is None else pools.scales,
-            None if self.bias_at is None else pools.vectors,
-            0 if self.scale_at is None else self.scale_at.begin,
-            0 if self.bias_at is None else self.bias_at.begin,
-        )
+    def operands(self, pools: Pools) -> tuple[native.Packed, ...]:
+        """Return the operands of the native kernel, those of each leaf."""
+        found, row = list[native.Packed](), 0
+        for name, _, outputs in self.leaves:
+            packed = native.Packed(
+                getattr(self, name)[...],
+                None if self.scale_at is None else pools.scales,
+                None if self.bias_at is None else pools.vectors,
+                0 if self.scale_at is None else self.scale_at.begin + row,
+                0 if self.bias_at is None else self.bias_at.begin + row,
+            )
+            found.append(packed)
+            row += outputs
+        return tuple(found)
 
     def scale(self, pools: Pools) -> jax.Array | None:
         """Return the scale of each output, float32 [out], with int8; else None."""
@@ -404,7 +441,7 @@ def project(
     x, norm = _read(linear, x, norm, num_rows, pools)
     if linear.packed:
         options, adapters = _norm_options(norm, pools), _adapters(linear, pools)
-        return native.linear(x, (linear.operands(pools),), num_rows=num_rows, adapters=adapters, **options)
+        return native.linear(x, linear.operands(pools), num_rows=num_rows, adapters=adapters, **options)
     return linear.product(x if norm is None else norm(x, pools), pools).astype(x.dtype)
 
 
@@ -416,7 +453,7 @@ def project_float32(
     if linear.packed:
         y = native.linear(
             x,
-            (linear.operands(pools),),
+            linear.operands(pools),
             num_rows=num_rows,
             out_dtype=np.float32,
             adapters=_adapters(linear, pools),
@@ -454,7 +491,7 @@ def add_projected(
     elif linear.packed:
         y = native.linear(
             x,
-            (linear.operands(pools),),
+            linear.operands(pools),
             num_rows=num_rows,
             residual=residual,
             scale=multiplier,
@@ -514,7 +551,7 @@ def project_gated(
     if gate_up.packed:
         return native.linear(
             x,
-            (gate_up.operands(pools),),
+            gate_up.operands(pools),
             num_rows=num_rows,
             gate=activation,
             adapters=_adapters(gate_up, pools),
@@ -549,7 +586,7 @@ def project_gate(
     if gate.packed:
         return native.linear(
             x,
-            (gate.operands(pools),),
+            gate.operands(pools),
             num_rows=num_rows,
             gate=activation,
             up=up,
@@ -577,7 +614,7 @@ def logits(
     if head.packed:
         out = native.linear(
             x,
-            (head.operands(pools),),
+            head.operands(pools),
             num_rows=num_rows,
             scale=scale,
             softcap=0.0 if softcap is None else softcap,

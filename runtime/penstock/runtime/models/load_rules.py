@@ -299,6 +299,9 @@ class LoadRule:
     """See `Stored.kept`."""
     may_keep: bool = False
     """Whether the module of the leaf can have codes instead, whatever other leaves have."""
+    apart: ParamPath | None = None
+    """A name for what it fills, where the module can have the codes of its parts in several leaves if they
+    are of different kinds; None: they can only be in the one leaf."""
     cut: Cut | None = None
     """How it is cut over devices; None: each device has all of it. `num_rows` are those of one device, and
     the sources are those of the first piece."""

@@ -68,6 +68,10 @@ def _abstract_model(
             if (form := forms.get((*cast(ParamPath, path), "weight"))) is not None:
                 assert isinstance(module, Linear | StackedLinear), "no other module keeps codes"
                 module.keep(form)
+            elif isinstance(module, Linear):
+                of_parts = {part: forms.get((*cast(ParamPath, path), part)) for part, _ in module.parts}
+                if found := {part: form for part, form in of_parts.items() if form is not None}:
+                    module.keep_apart(found)
         return cast(CausalLM, model)
 
     return nnx.split(nnx.eval_shape(build))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from safetensors.numpy import save_file
 
 from penstock.runtime.loading.gguf import tensors
 from penstock.runtime.loading.gguf.file import TensorInfo, read_gguf
-from penstock.runtime.loading.gguf.model import read_model
+from penstock.runtime.loading.gguf.model import GgufModel, read_model
 from penstock.runtime.loading.quantised.checkpoint import format_for
 from penstock.runtime.models.families.mxfp4 import decode
-from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.params import leaf_shapes, load_rules
+from penstock.runtime.models.linear import LinearFormat, project_float32
+from penstock.runtime.models.params import bind, leaf_shapes, load_rules
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.codes import MINIMA_FORMS, NESTED_FORMS, TABLE_FORM, CodeForm, dequantised, rows_of
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.linear import unpack
 from tests.support.gguf_models import write_gguf
 from tests.support.goldens import GOLDEN
 
@@ -141,6 +144,19 @@ def test_heads_of_a_group_are_side_by_side(tmp_path: Path) -> None:
     assert tensors.grouped_columns(tensors.whole(columns), 3, 2, 4)[0:1][0].tolist() == list(range(24))
 
 
+def _llama(folder: Path, kind: str, kinds: Mapping[str, str] | None = None) -> GgufModel:
+    """Return a random Llama with 256 channels as a GGUF file."""
+    floats = folder / "floats"
+    floats.mkdir()
+    fields = json.loads((GOLDEN / "llama" / "config.json").read_text()) | _SIZES
+    (floats / "config.json").write_text(json.dumps(fields))
+    specs = load_rules(parse_config(fields), "float32").tensors
+    values = {spec.name: _RNG.standard_normal(spec.shape).astype(np.float32) for spec in specs}
+    save_file(values, floats / "model.safetensors")
+    write_gguf(floats, folder / "m.gguf", kind=kind, kinds=kinds)
+    return read_model(folder / "m.gguf")
+
+
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
@@ -155,15 +171,7 @@ def test_a_model_keeps_its_codes_where_the_kernels_compute(tmp_path: Path, kind:
     """A checkpoint of Llama with 256 channels: each product is one leaf of codes, of which the values are
     those that the file's tensors read as, and so is the table of embeddings, whose rows are looked up.
     """
-    folder = tmp_path / "floats"
-    folder.mkdir()
-    fields = json.loads((GOLDEN / "llama" / "config.json").read_text()) | _SIZES
-    (folder / "config.json").write_text(json.dumps(fields))
-    specs = load_rules(parse_config(fields), "float32").tensors
-    values = {spec.name: _RNG.standard_normal(spec.shape).astype(np.float32) for spec in specs}
-    save_file(values, folder / "model.safetensors")
-    write_gguf(folder, tmp_path / "m.gguf", kind=kind)
-    model = read_model(tmp_path / "m.gguf")
+    model = _llama(tmp_path, kind)
     rules = partial(load_rules, model.config, "bfloat16")
     linear = format_for(LinearFormat(packed=True), model.tensors, rules)
     path = ("layers", 0, "mlp", "gate_up_proj", "weight")
@@ -187,3 +195,60 @@ def test_a_model_keeps_its_codes_where_the_kernels_compute(tmp_path: Path, kind:
     np.testing.assert_array_equal(
         np.asarray(rows), model.tensors["model.embed_tokens.weight"][0:64][[63, 7, 0]]
     )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "leaves"),
+    [
+        (("Q4_K", "Q4_K", "Q6_K"), {"q_proj": NESTED_FORMS[0], "v_proj": NESTED_FORMS[1]}),
+        (
+            ("IQ4_XS", "Q8_0", "Q5_K"),
+            {"q_proj": TABLE_FORM, "k_proj": CodeForm(8), "v_proj": NESTED_FORMS[1]},
+        ),
+        pytest.param(
+            ("Q4_1", "F16", "F16"), {"q_proj": MINIMA_FORMS[0], "k_proj": None}, marks=pytest.mark.ci
+        ),
+        pytest.param(("F16", "F16", "F16"), {"weight": None}, marks=pytest.mark.ci),
+    ],
+)
+def test_q_k_and_v_keep_codes_of_different_kinds(
+    tmp_path: Path, kinds: tuple[str, str, str], leaves: dict[str, CodeForm | None]
+) -> None:
+    """Neighbours of one kind share a leaf. What the leaves hold is what the package makes of the file, and
+    the layer multiplies that.
+    """
+    of_parts = dict(zip(("attn_q", "attn_k", "attn_v"), kinds, strict=True))
+    model = _llama(tmp_path, "Q8_0", of_parts)
+    rules = partial(load_rules, model.config, "bfloat16")
+    linear = format_for(LinearFormat(packed=True), model.tensors, rules)
+    layer = ("layers", 0, "self_attn", "qkv_proj")
+    shapes = leaf_shapes(model.config, "bfloat16", linear)
+    assert sorted(path[-1] for path in shapes if path[: len(layer)] == layer) == sorted(leaves)
+    made = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items()}
+    for rule in rules(linear).rules:
+        if rule.targets[0].path[: len(layer)] == layer:
+            rule.fill(made, model.tensors, 0, rule.num_rows)
+    found = {
+        name: unpack(made[*layer, name]).astype(np.float32)
+        if form is None
+        else np.asarray(dequantised(jnp.asarray(made[*layer, name]), 256, jnp.dtype(jnp.float32)))
+        for name, form in leaves.items()
+    }
+    package = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    expected = []
+    for part, kind in of_parts.items():
+        tensor = package[f"blk.0.{part}.weight"]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if part != "attn_v":  # llama.cpp has the two channels of a rotated pair side by side
+            values = values.reshape(-1, 16, 2, 256).swapaxes(1, 2).reshape(-1, 256)
+        expected.append(values.astype(jnp.bfloat16).astype(np.float32) if kind == "F16" else values)
+    weight = np.concatenate(expected)
+    np.testing.assert_array_equal(np.concatenate([found[name] for name in leaves]), weight)
+    if library.available():
+        bound = bind(model.config, [jnp.asarray(leaf) for leaf in made.values()], "bfloat16", linear)
+        x = _RNG.standard_normal((5, 256)).astype(jnp.bfloat16)
+        qkv_proj = bound.layers[0].self_attn.qkv_proj
+        got = project_float32(qkv_proj, jnp.asarray(x), jnp.int32(5), bound.pools)
+        wanted = x.astype(np.float64) @ weight.T.astype(np.float64)
+        for part in (slice(0, 256), slice(256, 320), slice(320, 384)):
+            assert np.abs(got[:, part] - wanted[:, part]).max() <= 0.08 * wanted[:, part].std()

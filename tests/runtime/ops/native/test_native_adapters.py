@@ -83,6 +83,25 @@ def test_products_are_those_of_numpy(rank: int) -> None:
     np.testing.assert_array_equal(got[without], run(x, None, real)[:real][without])
 
 
+def test_adapters_add_to_weights_of_different_formats() -> None:
+    """The outputs of the second and the third weight do not begin where their jobs do."""
+    x, adapters, real = draw(1, len(SLOTS), PLACE.in_size), adapters_of(16, SLOTS), len(SLOTS) - 1
+    matrices = [draw(seed, size, PLACE.in_size) for seed, size in enumerate(PLACE.parts)]
+    weights = tuple(
+        Packed(jnp.asarray(code_leaf(matrix) if number != 1 else pack(matrix)))
+        for number, matrix in enumerate(matrices)
+    )
+
+    def product(adapters: LinearAdapters | None) -> np.ndarray:
+        made = linear(
+            jnp.asarray(x), weights, num_rows=jnp.int32(real), adapters=adapters, out_dtype=np.float32
+        )
+        return np.asarray(made)[:real].astype(np.float64)
+
+    wanted = added(x, adapters)[:real]
+    assert np.abs(product(adapters) - product(None) - wanted).max() <= 1e-4 * wanted.std()
+
+
 def test_a_row_has_the_same_bits_in_any_company_and_in_any_slot() -> None:
     x, adapters = draw(1, len(SLOTS), PLACE.in_size), adapters_of(16, SLOTS)
     together = run(x, adapters, len(SLOTS))

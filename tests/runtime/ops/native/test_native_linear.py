@@ -299,6 +299,57 @@ def test_small_floats_have_the_bits_of_the_weight_in_bfloat16(form: CodeForm) ->
             np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
 
 
+@pytest.mark.parametrize(("rows", "padded"), [(1, 4), (37, 40)])
+def test_weights_of_one_call_may_differ_in_their_formats(rows: int, padded: int) -> None:
+    """q, k and v of a file may have codes of three kinds, or be floats. Each part has the bits that it has
+    alone, and stands where it belongs.
+    """
+    rng, (num_out, inner) = np.random.default_rng(rows), (48, 256)
+    x, norm, bias = draw(rng, padded, inner), draw(rng, inner) + BF16(1), draw(rng, 5 * num_out)
+    x[rows:] = np.nan
+    floats = [draw(rng, num_out, inner, scale=0.05) for _ in range(2)]
+    of_codes = [nested(rng, form, num_out, inner) for form in NESTED_FORMS] + [places(rng, num_out, inner)]
+    leaves = [np.zeros(each.form().shape(num_out, inner), np.uint8) for each in of_codes]
+    for each, leaf in zip(of_codes, leaves, strict=True):
+        each.pack(leaf)
+    exact = [*(wide(each.dequantised()) for each in of_codes), *map(wide, floats)]
+    first = [*map(jnp.asarray, leaves), jnp.asarray(pack(floats[0]))]
+    weights = [
+        Packed(leaf, None, jnp.asarray(bias), bias_at=number * num_out) for number, leaf in enumerate(first)
+    ]
+    int8 = packed(floats[1], "int8", bias)
+    weights.append(int8._replace(bias_at=4 * num_out))
+
+    def product(*chosen: int) -> np.ndarray:
+        return np.asarray(
+            linear(
+                jnp.asarray(x),
+                tuple(weights[number] for number in chosen),
+                num_rows=jnp.int32(rows),
+                norm=jnp.asarray(norm),
+                eps=1e-5,
+                out_dtype=np.float32,
+            )
+        )[:rows]
+
+    real = wide(x[:rows])
+    normed = real / np.sqrt((real**2).mean(axis=1, keepdims=True) + 1e-5) * wide(norm)
+    for chosen in ((0, 1, 3), (3, 2), (4, 0, 4), (1, 1, 2)):
+        together = product(*chosen)
+        np.testing.assert_array_equal(together, np.concatenate([product(one) for one in chosen], axis=1))
+        for at, number in enumerate(chosen):
+            part = slice(at * num_out, (at + 1) * num_out)
+            wanted = normed @ exact[number].T + wide(bias[number * num_out : (number + 1) * num_out])
+            close(together[:, part], wanted, 0.08)
+
+
+def test_a_gate_and_what_it_opens_have_one_format() -> None:
+    rng = np.random.default_rng(5)
+    weights = packed(draw(rng, 16, 64), "bf16"), packed(draw(rng, 16, 64), "int4")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="gated layer differ in their format"):
+        linear(jnp.asarray(draw(rng, 1, 64)), weights, num_rows=jnp.int32(1), gate="silu").block_until_ready()
+
+
 def test_exact_small_integers() -> None:
     """Products of small integers are exact in bf16, so the result must be exact, and a wrong layout is
     found.

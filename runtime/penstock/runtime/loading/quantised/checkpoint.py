@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
 from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors, read_metadata
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.load_rules import CodedTensor, LoadRules, ParamPath, Tensor
+from penstock.runtime.models.load_rules import CodedTensor, LoadRule, LoadRules, ParamPath, Tensor
 from penstock.runtime.ops.codes import CodeForm, union
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ def format_for(
     are made of them. `rules`: those of the model by the format.
 
     Codes of the files are kept if the native kernels multiply the model's floats, each leaf in the smallest
-    form that holds the codes of all its tensors. Leaves for which there is none are made floats.
+    form that holds the codes of all its tensors. Leaves for which there is none are made floats. Where parts
+    of a layer have codes of different kinds, such as q, k and v, they have leaves of their own.
     """
     if linear.codes is not None:
         kept = [tensor.kept for tensor in tensors.values() if isinstance(tensor, CodedTensor)]
@@ -57,16 +58,32 @@ def format_for(
         return replace(linear, codes=union([linear.codes, *of_4_bits]))
     if not linear.packed or linear.int8:
         return linear
-    of_leaves: dict[ParamPath, list[CodeForm | None]] = {}
+    of_leaves: dict[ParamPath, list[LoadRule]] = {}
     for rule in rules(linear).rules:
         if rule.may_keep:
-            of_leaves.setdefault(rule.targets[0].path, []).append(rule.kept_form(tensors))
-    found = ((path, _joined(forms)) for path, forms in of_leaves.items())
-    return replace(linear, kept=tuple((path, form) for path, form in found if form is not None))
+            of_leaves.setdefault(rule.targets[0].path, []).append(rule)
+    kept = (found for path, of_leaf in of_leaves.items() for found in _kept(path, of_leaf, tensors))
+    return replace(linear, kept=tuple(kept))
+
+
+def _kept(
+    path: ParamPath, rules: Sequence[LoadRule], tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[ParamPath, CodeForm]]:
+    """Yield the form of a leaf, which these rules fill; or those of its parts, where they differ and can be
+    apart.
+    """
+    of_parts: dict[ParamPath, list[CodeForm | None]] = {}
+    for rule in rules:
+        of_parts.setdefault(rule.apart or path, []).append(rule.kept_form(tensors))
+    joined = {part: _joined(forms) for part, forms in of_parts.items()}
+    forms = set(joined.values())
+    if len(forms) == 1:
+        joined = {path: forms.pop()}
+    yield from ((part, form) for part, form in joined.items() if form is not None)
 
 
 def _joined(forms: Sequence[CodeForm | None]) -> CodeForm | None:
-    """Return the form of a leaf whose tensors have these."""
+    """Return the form that holds the codes of tensors which need these; None: there is none."""
     known = [form for form in forms if form is not None]
     return union(known) if len(known) == len(forms) else None
 

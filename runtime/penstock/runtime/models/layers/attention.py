@@ -65,7 +65,9 @@ class Attention(nnx.Module):
             parts["v_proj"] = kv_heads * dim
         pieces = {"q_proj": config.pieces, "k_proj": config.kv_pieces, "v_proj": config.kv_pieces}
         cuts = {part: (Span(pieces[part], size),) for part, size in parts.items()}
-        self.qkv_proj = Linear(read, parts, dtype, planners, bias=config.qkv_bias, linear=linear, cuts=cuts)
+        self.qkv_proj = Linear(
+            read, parts, dtype, planners, bias=config.qkv_bias, linear=linear, cuts=cuts, apart=True
+        )
         out = {"o_proj": hidden}
         self.o_proj = Linear(
             heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear, sums=config.pieces

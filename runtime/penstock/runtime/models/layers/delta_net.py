@@ -42,7 +42,7 @@ class DeltaNet(nnx.Module):
         qkv = (of_keys, of_keys, of_values)
         parts = {"in_proj_qkv": config.conv_channels, "in_proj_z": values}
         cuts = {"in_proj_qkv": qkv, "in_proj_z": (of_values,)}
-        self.in_proj = Linear(hidden, parts, dtype, planners, linear=linear, cuts=cuts)
+        self.in_proj = Linear(hidden, parts, dtype, planners, linear=linear, cuts=cuts, apart=True)
         of_heads = {"in_proj_b": heads, "in_proj_a": heads}
         cuts = {part: (Span(pieces, heads),) for part in of_heads}
         floats = LinearFormat(packed=linear.packed)

@@ -65,7 +65,7 @@ class PerLayerInputs(nnx.Module):
     def _summed(self, x: jax.Array, of_token: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Compute x [T, E], of_token [T, layers * size] -> the latter's shape, by the native kernels."""
         norm, pools, rows = self.per_layer_projection_norm, inputs.pools, inputs.num_tokens
-        weights = (self.projection.operands(pools),)
+        weights = self.projection.operands(pools)
         return normalize(
             packed_product(x, weights, num_rows=rows, scale=self.hidden**-0.5),
             num_rows=rows,

@@ -29,6 +29,8 @@ from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import ACTIVATIONS, Activation
 
 BLOCK_OUT = 16
+MOST_WEIGHTS = 3
+"""The weights of one call of the kernel."""
 _BF16_IN, _INT8_IN = 32, 64
 """Inputs of a tile, in bfloat16 and in int8; one in float32 has half as many as the former."""
 _MOST_IN = 1 << 17
@@ -150,15 +152,16 @@ def linear(
     softcap: float = 0.0,
     out_dtype: np.dtype[np.generic] | type[np.generic] = ml_dtypes.bfloat16,
 ) -> Array:
-    """Compute x bfloat16 [T, K] times one to three weights [N_i, K] transposed; the results lie side by side:
-    [T, sum of N_i].
+    """Compute x bfloat16 [T, K] times one to three weights [N_i, K] transposed, which may differ in their
+    formats; the results lie side by side: [T, sum of N_i].
 
     norm bfloat16 [any], of which the K values from `norm_at` on count: x is first normalised by its root mean
     square, with `eps`, and multiplied by offset + norm.
 
-    gate: the result is this activation of the first of two products times the second, bfloat16 [T, N_0]; a
-    single weight is taken for two, the halves of its outputs. With `up`, bfloat16 in the result's shape, it
-    is the activation of all products times `up`. `limit` is that of "gpt_oss".
+    gate: the result is this activation of the first of two products times the second, bfloat16 [T, N_0], and
+    both weights have one format; a single weight is taken for two, the halves of its outputs. With `up`,
+    bfloat16 in the result's shape, it is the activation of all products times `up`. `limit` is that of
+    "gpt_oss".
 
     Without `gate`, products (with their biases) are multiplied by `scale`; a `softcap` other than 0 makes y
     softcap * tanh(y / softcap); and residual, bfloat16 in the result's shape, is added.

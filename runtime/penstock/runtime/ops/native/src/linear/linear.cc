@@ -1,5 +1,5 @@
 // The FFI operation `penstock_linear`: optionally the RMS norm of x, then products with one to three packed weights,
-// then the epilogue.
+// which may differ in their formats, then the epilogue.
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -40,9 +40,18 @@ void Halve(LinearJob* job) {
   job->num_weights = 2;
 }
 
-// Gives each of the job's rows that has an adapter its matrices, and room for its products with A. Returns no rows if
-// none has one; null if the operands do not fit together.
-std::optional<std::vector<AdaptedRow>> FindAdapters(const LinearJob& job, const LinearInput& input,
+// Neighbouring weights of one format, and room for x in the form in which they are multiplied.
+struct Part {
+  LinearJob job;
+  const LinearKernel* kernel;
+  char* x;
+  float* x_scale;
+  int64_t num_units;
+};
+
+// Gives each of m rows that has an adapter its matrices, and room for its products with A. `outputs` are those of all
+// weights. Returns no rows if none has one; null if the operands do not fit together.
+std::optional<std::vector<AdaptedRow>> FindAdapters(int64_t m, int64_t outputs, const LinearInput& input,
                                                     const AdapterSizes& sizes, int64_t at, int64_t most,
                                                     ffi::RemainingArgs rest) {
   auto slots = rest.get<ffi::Buffer<ffi::S32>>(rest.size() - 2);
@@ -50,21 +59,17 @@ std::optional<std::vector<AdaptedRow>> FindAdapters(const LinearJob& job, const 
   if (!slots || !pool || static_cast<int64_t>(slots->element_count()) != most || pool->dimensions().size() != 2) {
     return std::nullopt;
   }
-  int64_t outputs = 0;
-  for (int64_t w = 0; w < job.num_weights; ++w) {
-    outputs += job.weights[w].num_blocks * kBlockOut;
-  }
   const int64_t num_slots = pool->dimensions()[0], of_slot = pool->dimensions()[1];
   if (!sizes.AreMultiples() || sizes.Outputs() != outputs || at < 0 || at + sizes.NumValues() > of_slot) {
     return std::nullopt;
   }
   const uint16_t* matrices = reinterpret_cast<const uint16_t*>(pool->untyped_data()) + at;
-  float* small = reinterpret_cast<float*>(Scratch<struct AdapterSmall>(job.m * sizes.NumSmall() * 4));
+  float* small = reinterpret_cast<float*>(Scratch<struct AdapterSmall>(m * sizes.NumSmall() * 4));
   std::vector<AdaptedRow> rows;
-  for (int64_t row = 0; row < job.m; ++row) {
+  for (int64_t row = 0; row < m; ++row) {
     const int64_t slot = slots->typed_data()[row];
     if (slot > 0 && slot < num_slots) {
-      rows.resize(job.m);
+      rows.resize(m);
       rows[row] = {matrices + slot * of_slot, small + row * sizes.NumSmall(), &input, row};
     }
   }
@@ -94,36 +99,15 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   job.scale = scale;
   job.softcap = softcap;
   job.up = From<uint16_t>(up, 0);
-  job.num_weights = static_cast<int64_t>(rest.size()) / 3;
+  const int64_t num_weights = static_cast<int64_t>(rest.size()) / 3;
   if (rest.size() % 3 == 1 || (rest.size() % 3 == 2) != (adapter.size() > 2)) {
     return ffi::Error::InvalidArgument("each weight has three operands, and adapters have two");
   }
-  if (job.num_weights < 1 || job.num_weights > kMaxWeights) {
+  if (num_weights < 1 || num_weights > kMaxWeights) {
     return ffi::Error::InvalidArgument("1 to 3 weights");
   }
-  if (static_cast<int64_t>(at.size()) != 1 + 2 * job.num_weights) {
+  if (static_cast<int64_t>(at.size()) != 1 + 2 * num_weights) {
     return ffi::Error::InvalidArgument("`at` is short");
-  }
-  for (int64_t w = 0; w < job.num_weights; ++w) {
-    auto tiles = rest.get<ffi::AnyBuffer>(3 * w), scale = rest.get<ffi::AnyBuffer>(3 * w + 1),
-         bias = rest.get<ffi::AnyBuffer>(3 * w + 2);
-    if (!tiles || !scale || !bias) {
-      return ffi::Error::InvalidArgument("weights, scales and biases are buffers");
-    }
-    const std::optional<Format> format = FormatOf(*tiles, 0, job.k);
-    if (!format || (w > 0 && *format != job.format)) {
-      return ffi::Error::InvalidArgument("x and a weight differ in their inner size, or two weights in their format");
-    }
-    job.format = *format;
-    job.weights[w] = {static_cast<const char*>(tiles->untyped_data()), From<float>(*scale, at[1 + 2 * w]),
-                      From<uint16_t>(*bias, at[2 + 2 * w]), tiles->dimensions()[0]};
-  }
-  const LinearKernel* kernel = CurrentLinearKernel(job.format);
-  if (!kernel) {
-    return ffi::Error::Internal("no kernel for this processor");
-  }
-  if (job.gated() && job.num_weights == 1) {
-    Halve(&job);
   }
   job.ldy = y->dimensions()[1];
   if (y->element_type() == ffi::F32) {
@@ -135,6 +119,38 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   if (job.gated() && !job.y_bf16) {
     return ffi::Error::InvalidArgument("the results of a gated layer are bf16");
   }
+  Part parts[kMaxWeights] = {};
+  int64_t num_parts = 0, num_blocks = 0;
+  for (int64_t w = 0; w < num_weights; ++w) {
+    auto tiles = rest.get<ffi::AnyBuffer>(3 * w), scale = rest.get<ffi::AnyBuffer>(3 * w + 1),
+         bias = rest.get<ffi::AnyBuffer>(3 * w + 2);
+    if (!tiles || !scale || !bias) {
+      return ffi::Error::InvalidArgument("weights, scales and biases are buffers");
+    }
+    const std::optional<Format> format = FormatOf(*tiles, 0, job.k);
+    if (!format) {
+      return ffi::Error::InvalidArgument("x and a weight differ in their inner size");
+    }
+    if (w == 0 || *format != parts[num_parts - 1].job.format) {
+      job.format = *format;
+      job.first_block = num_blocks;
+      parts[num_parts++] = {job, CurrentLinearKernel(*format), nullptr, nullptr, 0};
+    }
+    LinearJob& part = parts[num_parts - 1].job;
+    part.weights[part.num_weights++] = {static_cast<const char*>(tiles->untyped_data()),
+                                        From<float>(*scale, at[1 + 2 * w]), From<uint16_t>(*bias, at[2 + 2 * w]),
+                                        tiles->dimensions()[0]};
+    num_blocks += tiles->dimensions()[0];
+  }
+  if (!parts[0].kernel) {
+    return ffi::Error::Internal("no kernel for this processor");
+  }
+  if (job.gated() && num_parts > 1) {
+    return ffi::Error::InvalidArgument("the two weights of a gated layer differ in their format");
+  }
+  if (job.gated() && num_weights == 1) {
+    Halve(&parts[0].job);
+  }
   if (job.m <= 0) {
     return ffi::Error::Success();
   }
@@ -145,9 +161,19 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
     WantHugePages(y->untyped_data(), y->size_bytes() / most * job.m);
   }
 
-  const int64_t x_bytes = RoundUp(kernel->x_bytes(job.m, job.k, job.format), kCacheLine);
-  char* scratch = Scratch<struct LinearRows>(x_bytes + job.m * 4);
-  float* x_scale = reinterpret_cast<float*>(scratch + x_bytes);
+  const int64_t scale_bytes = RoundUp(job.m * 4, kCacheLine);
+  int64_t bytes = 0;
+  for (int64_t p = 0; p < num_parts; ++p) {
+    bytes += RoundUp(parts[p].kernel->x_bytes(job.m, job.k, parts[p].job.format), kCacheLine) + scale_bytes;
+  }
+  char* scratch = Scratch<struct LinearRows>(bytes);
+  for (int64_t p = 0; p < num_parts; ++p) {
+    Part& part = parts[p];
+    part.x = scratch;
+    scratch += RoundUp(part.kernel->x_bytes(job.m, job.k, part.job.format), kCacheLine);
+    part.x_scale = reinterpret_cast<float*>(scratch);
+    scratch += scale_bytes;
+  }
   const LinearInput input{reinterpret_cast<const uint16_t*>(x.untyped_data()),
                           job.k,
                           From<uint16_t>(norm, at[0]),
@@ -157,13 +183,16 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
                           offset};
   auto prepare = [&](int64_t block) {
     float* row = reinterpret_cast<float*>(Scratch<struct LinearRow>(job.k * 4));
-    kernel->put_rows(input, block, job, scratch, x_scale, row);
+    for (int64_t p = 0; p < num_parts; ++p) {
+      parts[p].kernel->put_rows(input, block, parts[p].job, parts[p].x, parts[p].x_scale, row);
+    }
   };
   AdapterSizes sizes{};
   std::vector<AdaptedRow> adapted;
   if (adapter.size() > 2) {
     sizes = {job.k, adapter[0], {adapter.begin() + 2, adapter.end()}};
-    std::optional<std::vector<AdaptedRow>> found = FindAdapters(job, input, sizes, adapter[1], most, rest);
+    std::optional<std::vector<AdaptedRow>> found =
+        FindAdapters(job.m, num_blocks * kBlockOut, input, sizes, adapter[1], most, rest);
     if (!found) {
       return ffi::Error::InvalidArgument("adapters that do not fit the layer, or whose sizes are no multiples of 16");
     }
@@ -174,16 +203,30 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
     const ProductsWithA products(sizes, adapted, NumThreads(pool));
     ParallelFor(pool, row_blocks + products.num_units(),
                 [&](int64_t i) { i < row_blocks ? prepare(i) : products.RunUnit(i - row_blocks); });
-    job.adapted = adapted.data();
-    job.adapter_sizes = &sizes;
   } else if (row_blocks == 1) {
     prepare(0);
   } else {
     ParallelFor(pool, row_blocks, prepare);
   }
-  job.x = scratch;
-  job.x_scale = x_scale;
-  ParallelFor(pool, kernel->num_units(job), [&](int64_t unit) { kernel->run_unit(job, unit); });
+  int64_t num_units = 0;
+  for (int64_t p = 0; p < num_parts; ++p) {
+    Part& part = parts[p];
+    part.job.x = part.x;
+    part.job.x_scale = part.x_scale;
+    if (!adapted.empty()) {
+      part.job.adapted = adapted.data();
+      part.job.adapter_sizes = &sizes;
+    }
+    part.num_units = part.kernel->num_units(part.job);
+    num_units += part.num_units;
+  }
+  ParallelFor(pool, num_units, [&](int64_t unit) {
+    const Part* part = parts;
+    for (; unit >= part->num_units; ++part) {
+      unit -= part->num_units;
+    }
+    part->kernel->run_unit(part->job, unit);
+  });
   return ffi::Error::Success();
 }
 

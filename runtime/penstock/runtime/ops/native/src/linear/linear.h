@@ -76,15 +76,17 @@ struct PackedWeight {
   int64_t num_blocks;    // out / 16
 };
 
-// One call of the operation. The outputs of several weights lie side by side in a row of y. With an activation there
-// are two weights of equal shape, and y = act(x W0^T) * (x W1^T); or one weight and `up`, and y = act(x W^T) * up.
-// Otherwise y = residual + softcap * tanh(scale * x W^T / softcap), where biases belong to the products.
+// The part of a call of the operation whose weights have one format; most calls are one job. The outputs of several
+// weights lie side by side in a row of y. With an activation there are two weights of equal shape, and
+// y = act(x W0^T) * (x W1^T); or one weight and `up`, and y = act(x W^T) * up. Otherwise
+// y = residual + softcap * tanh(scale * x W^T / softcap), where biases belong to the products.
 struct LinearJob {
   const void* x;         // in the kernel's own form, see LinearKernel::put_rows
   const float* x_scale;  // kInt8: [m]
   int64_t m, k;
   PackedWeight weights[kMaxWeights];
   int64_t num_weights;
+  int64_t first_block;  // where their outputs begin in a row of y, in blocks
   Activation activation;
   float limit;  // of the activation, see Activate
   Format format;

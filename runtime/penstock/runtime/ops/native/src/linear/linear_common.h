@@ -52,7 +52,7 @@ inline UnitBlocks FindUnit(const LinearJob& job, int64_t unit, int64_t per_unit)
 }
 
 inline int64_t ColumnOf(const LinearJob& job, int64_t weight, int64_t block) {
-  int64_t before = block;
+  int64_t before = job.first_block + block;
   for (int64_t w = 0; w < weight; ++w) {
     before += job.weights[w].num_blocks;
   }
