@@ -3,7 +3,8 @@ one without?
 
 Steps of the run: `python -m tools.on_device.kernels operation|chunks|experts|tokens ...`. The first two try
 attention, of decode steps and of steps with chunks of prompts. With `--interpreted` the first three try their
-own code on a CPU, with small sizes, and `chunks` needs PJRT_NPROC=8 where there are fewer processors.
+own code on a CPU, with small sizes, and `chunks` needs PJRT_NPROC=8 where there are fewer processors. With
+`--capability 10.0` a GPU of Hopper tries the form for a B200, which needs JAX 0.11.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from bench.workloads import TABLE, jobs
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
-from penstock.runtime.execution.backend import GPU_OPTIONS
+from penstock.runtime.execution.backend import GPU_OPTIONS, capability_of
 from penstock.runtime.ops.attention import LONG_SPAN, AttentionOptions, make_meta, paged_attention
 from penstock.runtime.ops.experts import StackedExperts
 from penstock.runtime.ops.experts import experts as xla_experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.gpu.experts import gpu_experts
+from penstock.runtime.ops.gpu.forms import FORMS, ON_HOPPER
 from tests.support.native.attention import Case, Options, Shape, draw, runner
 from tools.on_device.facts import seconds, wanted_device
 from tools.on_device.steps import Result
@@ -143,10 +145,14 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="the model of `tokens`")
     parser.add_argument("--cache", type=Path, help="where compiled programs are kept")
     parser.add_argument("--interpreted", action="store_true")
+    parser.add_argument(
+        "--capability", choices=[*FORMS], help="in the form for GPUs of this one (default: of the GPU here)"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    wanted_device()
+    form = FORMS.get(args.capability or capability_of(wanted_device()), ON_HOPPER)
+    how: dict[str, Any] = {"form": form, "interpreted": args.interpreted}
     result = Result()
     result.say("it was loading or compiling")
     if args.what == "tokens":
@@ -159,17 +165,18 @@ def main() -> None:
         else contextlib.nullcontext()
     ):
         if args.what == "experts":
-            experts(result, EXPERTS_INTERPRETED if args.interpreted else EXPERTS_ON_GPU)
+            sizes = EXPERTS_INTERPRETED if args.interpreted else EXPERTS_ON_GPU
+            experts(result, sizes, functools.partial(gpu_experts, **how))
         else:
-            sizes = (INTERPRETED if args.interpreted else ON_GPU)[args.what]
-            attention(result, sizes, interpreted=args.interpreted)
+            kernel = functools.partial(gpu_paged_attention, **how)
+            tried = (INTERPRETED if args.interpreted else ON_GPU)[args.what]
+            attention(result, tried, kernel, interpreted=args.interpreted)
 
 
-def attention(result: Result, sizes: Sizes, *, interpreted: bool) -> None:
-    """Measure the kernels beside float64, and their times beside those of XLA's form. Of the first case the
-    error of XLA's form is told, too, to compare with.
+def attention(result: Result, sizes: Sizes, kernel: Callable[..., Any], *, interpreted: bool) -> None:
+    """Measure the kernels in this form beside float64, and their times beside those of XLA's form. Of the
+    first case the error of XLA's form is told, too, to compare with.
     """
-    kernel = functools.partial(gpu_paged_attention, interpreted=interpreted)
     xla = functools.partial(paged_attention, span=LONG_SPAN)
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
@@ -274,8 +281,8 @@ EXPERTS_ON_GPU = ExpertSizes(2048, 768, 128, 8, rows=(1, 16, 512), checked=8)
 EXPERTS_INTERPRETED = ExpertSizes(64, 64, 4, 2, rows=(2,), checked=2)
 
 
-def experts(result: Result, sizes: ExpertSizes) -> None:
-    """Measure the kernel for experts beside float64, and its times beside those of XLA's form."""
+def experts(result: Result, sizes: ExpertSizes, kernel: Callable[..., Any]) -> None:
+    """Measure the kernel for experts in this form beside float64, and its times beside XLA's."""
     rng = np.random.default_rng(1)
     shapes = (2 * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)
     stacks = [
@@ -298,7 +305,7 @@ def experts(result: Result, sizes: ExpertSizes) -> None:
                 expected[row] += share * (stacks[1][expert].astype(np.float64) @ inner)
         line: dict[str, Any] = {"rows": rows}
         given = (jnp.asarray(x), jnp.asarray(ids, jnp.int32), jnp.asarray(weights), gate_up, down)
-        for form, op in (("kernel", gpu_experts), ("XLA", xla_experts)):
+        for form, op in (("kernel", kernel), ("XLA", xla_experts)):
             compiled = jax.jit(functools.partial(op, activation="silu"))
             out = np.asarray(compiled(*given)).astype(np.float64)
             error = float(np.abs(out[: len(expected)] - expected).max())

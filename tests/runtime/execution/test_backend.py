@@ -30,6 +30,7 @@ from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
 from penstock.runtime.ops.experts import experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.gpu.experts import gpu_experts
+from penstock.runtime.ops.gpu.forms import ON_B200, ON_HOPPER, ON_RTX_50, GpuForm
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.native.attention import native_paged_attention
 from penstock.runtime.ops.native.sample import native_sample, native_token_logprobs
@@ -162,7 +163,9 @@ def test_hopper_has_kernels_for_attention_and_experts() -> None:
         assert not backend.attends_batch_invariantly(query, cache, None)
         assert (backend.sampler, backend.recurrent) == (sample, XLA_RECURRENT)
         linear = backend.linear_format(BF16, "int8")
-        assert (linear.packed, linear.experts) == (False, gpu_experts)
+        of_experts = cast("Any", linear.experts)
+        assert not linear.packed
+        assert (of_experts.func, of_experts.keywords) == (gpu_experts, {"form": ON_HOPPER})
     required = EngineConfig(native="require")
     check_required(required, backend, BF16)
     with pytest.raises(ConfigError, match=r"^native: .*a model in float32 .*serve it in bfloat16"):
@@ -208,23 +211,34 @@ def test_tpus_have_a_kernel_for_decode_steps() -> None:
     assert isinstance(off.attention, partial)
 
 
-def test_blackwell_has_the_kernel_for_decode_steps_where_jax_can_make_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("capability", "form", "widest"),
+    [("10.0", ON_B200, 192), ("12.0", ON_RTX_50, 64)],
+    ids=["B200", "RTX 50"],
+)
+def test_blackwell_has_the_kernels_where_jax_can_make_them(
+    capability: str,
+    form: GpuForm,
+    widest: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    blackwell = cast("Any", Accelerator(None, compute_capability="10.0"))
+    blackwell = cast("Any", Accelerator(None, compute_capability=capability))
     query = jax.ShapeDtypeStruct((1, 1, 128), BF16)
-    wide, narrow = (jax.ShapeDtypeStruct((9, 2, 8, 64, dim), BF16) for dim in (256, 128))
+    wide, narrow = (jax.ShapeDtypeStruct((9, 2, 8, 64, dim), BF16) for dim in (widest + 64, widest))
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     backend = choose_backend(EngineConfig(native="require"), blackwell)
     attention = cast("Any", backend.attention)
-    assert (attention.func, attention.keywords) == (gpu_paged_attention, {"by_warps": True})
+    assert (attention.func, attention.keywords) == (gpu_paged_attention, {"form": form})
     assert [backend.decodes_natively(query, cache, None) for cache in (wide, narrow)] == [False, True]
-    assert backend.linear_format(BF16, "none").experts is experts
+    of_experts = cast("Any", backend.linear_format(BF16, "none").experts)
+    assert (of_experts.func, of_experts.keywords) == (gpu_experts, {"form": form})
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     with caplog.at_level("INFO"):
         assert cast("Any", choose_backend(EngineConfig(), blackwell).attention).func is paged_attention
-    assert "compute capability 10.0 needs JAX 0.11" in caplog.text
-    with pytest.raises(ConfigError, match=r"^native: .*compute capability 10\.0 needs JAX 0\.11"):
+    said = f"compute capability {capability} need JAX 0.11"
+    assert said in caplog.text
+    with pytest.raises(ConfigError, match=rf"^native: .*{re.escape(said)}"):
         choose_backend(EngineConfig(native="require"), blackwell)
 
 
@@ -232,7 +246,7 @@ def test_other_gpus_have_xla_alone_and_a_line_of_the_log_says_so(caplog: pytest.
     ada = cast("Any", Accelerator(None, compute_capability="8.9"))
     with caplog.at_level("INFO"):
         assert cast("Any", choose_backend(EngineConfig(), ada).attention).func is paged_attention
-    said = "need compute capability 9.0 (Hopper) or 10.0 (Blackwell), and this one has 8.9"
+    said = "one of the compute capabilities 9.0 (Hopper), 10.0 (B200), 12.0 (RTX 50), and this one has 8.9"
     assert said in caplog.text
     with pytest.raises(ConfigError, match=rf"^native: .*{re.escape(said)}"):
         choose_backend(EngineConfig(native="require"), ada)

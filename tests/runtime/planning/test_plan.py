@@ -11,7 +11,8 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.registry import parse_config
-from penstock.runtime.planning.chips import CHIPS, Chip, Machine, read_machine
+from penstock.runtime.ops.gpu.forms import FORMS
+from penstock.runtime.planning.chips import CHIPS, Chip, GpuTarget, Machine, read_machine
 from penstock.runtime.planning.plan import plan
 from tests.support.goldens import GOLDEN
 from tests.support.models.configs import published
@@ -326,3 +327,17 @@ def test_a_chip_has_its_source_and_plausible_rates(chip: Chip) -> None:
     assert 10 * 2**30 < chip.memory_bytes < 300 * 2**30
     assert 100 < chip.flops_per_s / chip.bytes_per_s < 1000
     assert 1 <= chip.int8_ops_per_s / chip.flops_per_s <= 4
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "b200", "rtx5090"])
+def test_kernels_find_the_shared_memory_that_a_gpu_has(name: str) -> None:
+    target = CHIPS[name].target
+    assert isinstance(target, GpuTarget)
+    form = FORMS[".".join(map(str, target.capability))]
+    assert form.shared_bytes == target.shared_per_block
+
+
+@pytest.mark.parametrize(("name", "has_them"), [("a100", False), ("h100", True), ("rtx5090", True)])
+def test_gpus_have_the_features_of_their_generation_from_hopper_on(name: str, has_them: bool) -> None:
+    """XLA finds them so of GPUs that are there; without them ptxas refuses the kernels for an RTX 5090."""
+    assert ("feature_extension: ACCELERATED_FEATURES" in CHIPS[name].target_config) == has_them

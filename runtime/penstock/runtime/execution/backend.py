@@ -36,6 +36,7 @@ from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.dealt_pages import dealt_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
 from penstock.runtime.ops.experts import ExpertsOp, experts
+from penstock.runtime.ops.gpu.forms import FORMS, GpuForm
 from penstock.runtime.ops.kv_rows import kv_storage_dtype
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
@@ -57,12 +58,6 @@ ArrayShape = jax.ShapeDtypeStruct
 AttentionTest = Callable[[ArrayShape, ArrayShape, int | None], bool]
 """Says something of attention for queries [T, H, D] and a layer's cache of these shapes and dtypes, and with
 this `value_dim`."""
-HOPPER = "9.0"
-"""The compute capability of the GPUs that all our kernels for GPUs are for."""
-BLACKWELL = "10.0"
-"""That of a B200, which lacks Hopper's products. One kernel can multiply by those of warps instead, which JAX
-has from 0.11 on.
-"""
 
 GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType(
     {
@@ -269,7 +264,7 @@ def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: De
             return on_accelerator
         if device.platform == "tpu":
             return _with_tpu_kernels(on_accelerator)
-        return _with_gpu_kernels(on_accelerator, by_warps=_capability(device) == BLACKWELL)
+        return _with_gpu_kernels(on_accelerator, FORMS[capability_of(device)])
     threads = config.threads or available_processors()
     check_pool(threads)
     on_xla = Backend(
@@ -351,23 +346,21 @@ def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.ge
         )
 
 
-def _with_gpu_kernels(backend: Backend, *, by_warps: bool) -> Backend:
-    """Give a backend the kernels for Hopper; `by_warps`: that for decode steps alone, with other products."""
+def _with_gpu_kernels(backend: Backend, form: GpuForm) -> Backend:
     # Imported here, because Pallas for GPUs takes a second, which nobody else should wait for.
-    from penstock.runtime.ops.gpu.attention import gpu_paged_attention, supports  # noqa: PLC0415
+    from penstock.runtime.ops.gpu import attention  # noqa: PLC0415
     from penstock.runtime.ops.gpu.experts import gpu_experts  # noqa: PLC0415
 
-    heads = "64, 128 or 192" if by_warps else "64, 128, 192 or 256"
     return replace(
         backend,
-        attention=partial(gpu_paged_attention, by_warps=by_warps),
-        experts=backend.experts if by_warps else gpu_experts,
-        decodes_natively=partial(supports, by_warps=by_warps),
+        attention=partial(attention.gpu_paged_attention, form=form),
+        experts=partial(gpu_experts, form=form),
+        decodes_natively=partial(attention.supports, form=form),
         needs_all_native=False,
         native_dtype=np.dtype(jnp.bfloat16),
         kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
-        f"take keys and values in bfloat16, a page_size of 64 with heads of {heads}, and one of 128 with "
-        "heads of 64 or 128, of which at most 64 may read the same head of keys",
+        f"take keys and values in bfloat16, {attention.sizes_supported(form)}, of which at most 64 may read "
+        "the same head of keys",
     )
 
 
@@ -402,14 +395,14 @@ def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
             log.info("TPU kernels are not used: %s", problem)
     elif device.platform != "gpu":
         problem = f"they are for CPUs, GPUs and TPUs, not {device.platform}"
-    elif (capability := _capability(device)) not in (HOPPER, BLACKWELL):
+    elif (form := FORMS.get(capability := capability_of(device))) is None:
+        known = ", ".join(f"{each} ({form.name})" for each, form in FORMS.items())
         problem = (
-            f"those for GPUs need compute capability {HOPPER} (Hopper) or {BLACKWELL} (Blackwell), and this "
-            f"one has {capability}"
+            f"those for GPUs need one of the compute capabilities {known}, and this one has {capability}"
         )
         log.info("GPU kernels are not used: %s", problem)
-    elif capability == BLACKWELL and jax.__version_info__ < (0, 11):
-        problem = f"that for compute capability {BLACKWELL} needs JAX 0.11, and this is {jax.__version__}"
+    elif form.by_warps and jax.__version_info__ < (0, 11):
+        problem = f"those for compute capability {capability} need JAX 0.11, and this is {jax.__version__}"
         log.info("GPU kernels are not used: %s", problem)
     if problem is not None and config.native == "require":
         raise ConfigError(f"native: the kernels are required, and cannot be used: {problem}")
@@ -422,7 +415,8 @@ def _compiler_options(device: jax.Device) -> Mapping[str, str | bool] | None:
     return TPU7X_OPTIONS if device.device_kind == TPU7X else None
 
 
-def _capability(device: jax.Device) -> str:
+def capability_of(device: jax.Device) -> str:
+    """Return a GPU's compute capability, as `FORMS` has it; "none" for other devices."""
     return str(getattr(device, "compute_capability", "none"))
 
 

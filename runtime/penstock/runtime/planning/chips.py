@@ -50,6 +50,8 @@ class GpuTarget:
     def text(self, name: str, memory_bytes: int, bandwidth: float) -> str:
         """Write the proto as text."""
         major, minor = self.capability
+        # As XLA finds it of a device that is there. Without it ptxas refuses the kernels for an RTX 5090.
+        features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -67,7 +69,7 @@ gpu_device_info {{
   clock_rate_ghz: {self.clock_ghz}
   device_memory_size: {memory_bytes}
   shared_memory_per_block_optin: {self.shared_per_block}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {major} minor: {minor}{features} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}

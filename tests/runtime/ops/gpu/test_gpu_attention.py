@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from penstock.runtime.ops.attention import AttentionOptions, make_meta
 from penstock.runtime.ops.gpu import decode_attention
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
+from penstock.runtime.ops.gpu.forms import ON_B200, ON_HOPPER, ON_RTX_50, GpuForm
 from penstock.runtime.ops.kv_rows import kv_layer_shape
 from tests.support.gpu.compiled import CACHE, LAYERS
 from tests.support.native.attention import Case, Options, Shape, check, draw, runner
@@ -55,8 +56,8 @@ needs_cuda = pytest.mark.skipif(
 
 
 @functools.cache
-def step(shape: Shape, options: Options, *, decode: bool, by_warps: bool) -> Callable[..., Any]:
-    attention = functools.partial(gpu_paged_attention, by_warps=by_warps, interpreted=True)
+def step(shape: Shape, options: Options, *, decode: bool, form: GpuForm) -> Callable[..., Any]:
+    attention = functools.partial(gpu_paged_attention, form=form, interpreted=True)
     return runner(attention, shape, options, decode=decode)
 
 
@@ -67,14 +68,14 @@ def attends(
     seed: int,
     *,
     decode: bool,
-    by_warps: bool = False,
+    form: GpuForm = ON_HOPPER,
     **how: Any,
 ) -> None:
     batch = draw(cases, shape, options, seed)
     stored = dataclasses.replace(batch, cache=batch.cache.view(BF16))
     interpreting: Any = plgpu
     with interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams(**how)):
-        check(batch, step(shape, options, decode=decode, by_warps=by_warps)(stored), TOLERANCE)
+        check(batch, step(shape, options, decode=decode, form=form)(stored), TOLERANCE)
 
 
 def single(pasts: list[int], shape: Shape, options: Options, seed: int, **how: Any) -> None:
@@ -93,25 +94,25 @@ def chunked(heads: int, kv_heads: int, dim: int = 64, page: int = 64) -> Shape:
 @needs_interpreter
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("shape", "options", "by_warps"),
+    ("shape", "options", "form"),
     [
-        (sized(4, 2), Options(), False),
-        (sized(8, 1, dim=128), Options(window=70), False),  # merged by a kernel
-        (sized(3, 3, page=128), Options(chunk=96, softcap=2.0, sinks=True), False),
-        (sized(6, 2, dim=128), Options(window=70, softcap=2.0, sinks=True), True),
+        (sized(4, 2), Options(), ON_HOPPER),
+        (sized(8, 1, dim=128), Options(window=70), ON_HOPPER),  # merged by a kernel
+        (sized(3, 3, page=128), Options(chunk=96, softcap=2.0, sinks=True), ON_HOPPER),
+        (sized(6, 2, dim=128), Options(window=70, softcap=2.0, sinks=True), ON_B200),
     ],
     ids=["plain", "window", "everything", "Blackwell"],
 )
 @settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_rows_of_any_length(
-    shape: Shape, options: Options, by_warps: bool, data: st.DataObject, seed: int
+    shape: Shape, options: Options, form: GpuForm, data: st.DataObject, seed: int
 ) -> None:
     """And fewer rows than the program has."""
     most = WIDTH * shape.page - 1
     edges = st.sampled_from([0, shape.page - 1, shape.page, 2 * shape.page, most])
     pasts = data.draw(st.lists(edges | st.integers(0, most), min_size=1, max_size=ROWS))
-    single(pasts, shape, options, seed, by_warps=by_warps)
+    single(pasts, shape, options, seed, form=form)
 
 
 @needs_interpreter
@@ -122,28 +123,28 @@ def test_more_heads_than_a_product_of_the_tensor_cores_has_rows() -> None:
 
 @needs_interpreter
 @pytest.mark.ci
-@pytest.mark.parametrize("by_warps", [False, True])
+@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
 def test_a_block_adds_up_more_pages_than_shared_memory_holds(
-    monkeypatch: pytest.MonkeyPatch, by_warps: bool
+    monkeypatch: pytest.MonkeyPatch, form: GpuForm
 ) -> None:
     """A GPU that is full has one block for each row, and each reads all pages of its row."""
     monkeypatch.setattr(decode_attention, "_BLOCKS", ROWS)
     shape = dataclasses.replace(sized(5, 1), width=6, pages=20)
-    single([6 * 64 - 1, 3, 200], shape, Options(softcap=2.0, sinks=True), 4, by_warps=by_warps)
+    single([6 * 64 - 1, 3, 200], shape, Options(softcap=2.0, sinks=True), 4, form=form)
 
 
 @needs_interpreter
 @pytest.mark.sweep
-@pytest.mark.parametrize("by_warps", [False, True])
+@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
 @pytest.mark.parametrize("options", [Options(), Options(window=70, sinks=True)])
 def test_no_warpgroup_reads_what_another_still_writes(
-    monkeypatch: pytest.MonkeyPatch, options: Options, by_warps: bool
+    monkeypatch: pytest.MonkeyPatch, options: Options, form: GpuForm
 ) -> None:
     """The pages of a row, all of which one block reads, come round to each place in shared memory again."""
     monkeypatch.setattr(decode_attention, "_BLOCKS", ROWS)
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
     shape = dataclasses.replace(sized(8, 1), width=9, pages=30)
-    single([9 * 64 - 1, 3, 450], shape, options, 2, by_warps=by_warps, detect_races=True)
+    single([9 * 64 - 1, 3, 450], shape, options, 2, form=form, detect_races=True)
     assert not races().races_found
 
 
@@ -172,49 +173,59 @@ def test_chunks_in_a_process_with_threads_enough() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "1 passed" in done.stdout
+    assert "2 passed" in done.stdout
 
 
 @needs_interpreter
 @needs_threads
 @pytest.mark.ci
-def test_chunks_beside_rows_of_one_token() -> None:
+@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
+def test_chunks_beside_rows_of_one_token(form: GpuForm) -> None:
     """Three pages before a chunk of two tiles, and one key before a single token."""
     cases = [Case(190, 66), Case(1, 1), Case(0, 2)]
-    attends(cases, chunked(2, 1), Options(softcap=2.0, sinks=True), 5, decode=False)
+    attends(cases, chunked(2, 1), Options(softcap=2.0, sinks=True), 5, decode=False, form=form)
 
 
 @needs_interpreter
 @needs_threads
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "options", "form"),
     [
-        (chunked(4, 2), Options()),
-        (chunked(3, 1), Options(window=70)),  # the tiles of a block have tokens of one head
-        (chunked(4, 1, page=128), Options(chunk=40, softcap=2.0, sinks=True)),
-        (chunked(2, 2, dim=256), Options(window=50, chunk=96)),  # a block has one tile
-        (chunked(2, 1, dim=128), Options(window=1, sinks=True)),
+        (chunked(4, 2), Options(), ON_HOPPER),
+        (chunked(3, 1), Options(window=70), ON_HOPPER),  # the tiles of a block have tokens of one head
+        (chunked(4, 1, page=128), Options(chunk=40, softcap=2.0, sinks=True), ON_HOPPER),
+        (chunked(2, 2, dim=256), Options(window=50, chunk=96), ON_HOPPER),  # a block has one tile
+        (chunked(2, 1, dim=128), Options(window=1, sinks=True), ON_HOPPER),
+        (chunked(3, 1), Options(window=70), ON_RTX_50),
+        (chunked(4, 1, dim=128, page=128), Options(chunk=40, softcap=2.0, sinks=True), ON_B200),
+        (chunked(2, 2, dim=192), Options(), ON_B200),
     ],
-    ids=["plain", "odd", "everything", "wide", "narrow"],
+    ids=["plain", "odd", "everything", "wide", "narrow", "RTX 50", "B200", "B200 wide"],
 )
 @settings(max_examples=2, deadline=None)
 @given(cases=steps(), seed=st.integers(0, 2**31))
-def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case], seed: int) -> None:
-    attends(cases, shape, options, seed, decode=False)
+def test_chunks_of_any_length(
+    shape: Shape, options: Options, form: GpuForm, cases: list[Case], seed: int
+) -> None:
+    attends(cases, shape, options, seed, decode=False, form=form)
 
 
 @needs_interpreter
 @needs_threads
 @pytest.mark.sweep
+@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
 @pytest.mark.parametrize(
     ("heads", "options"), [(2, Options()), (3, Options(window=200, sinks=True))], ids=["heads", "tokens"]
 )
-def test_no_tile_of_a_chunk_reads_what_another_still_writes(heads: int, options: Options) -> None:
+def test_no_tile_of_a_chunk_reads_what_another_still_writes(
+    heads: int, options: Options, form: GpuForm
+) -> None:
     """A block's pages come round to each place in shared memory more than once."""
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
     shape = dataclasses.replace(chunked(heads, 1), width=9, pages=30)
-    attends([Case(420, 140), Case(7, 3)], shape, options, 2, decode=False, detect_races=True)
+    cases = [Case(420, 140), Case(7, 3)]
+    attends(cases, shape, options, 2, decode=False, form=form, detect_races=True)
     assert not races().races_found
 
 
@@ -244,7 +255,7 @@ def test_a_chunk_copies_the_pages_that_its_blocks_attend_to(
 
 
 def lowered(
-    shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool, by_warps: bool = False
+    shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool, form: GpuForm = ON_HOPPER
 ) -> str:
     """Make a step for a GPU, before XLA compiles it."""
     tokens = shape.rows if decode else 32
@@ -271,7 +282,7 @@ def lowered(
             "slopes": jnp.ones(shape.heads, jnp.float32) if options.alibi else None,
         }
         own = AttentionOptions(0.1, **given, value_dim=shape.value_dim)
-        return gpu_paged_attention(q, k, v, kv, meta, own, by_warps=by_warps)
+        return gpu_paged_attention(q, k, v, kv, meta, own, form=form)
 
     q, new = (
         jax.ShapeDtypeStruct((tokens, heads, shape.dim), jnp.dtype(shape.dtype))
@@ -314,16 +325,21 @@ def test_which_programs_have_the_kernels(
 
 @pytest.mark.skipif(not hasattr(plgpu, "mma"), reason="JAX before 0.11 has no products of warps")
 @pytest.mark.parametrize(
-    ("shape", "decode", "launches"),
+    ("form", "shape", "decode", "launches"),
     [
-        (sized(16, 8, dim=128), True, 2),
-        (sized(14, 2, page=128), True, 1),
-        (sized(16, 8, dim=128), False, 0),  # a step with chunks
-        (sized(8, 4, dim=256), True, 0),  # shared memory lacks the room for two pages
+        (ON_B200, sized(16, 8, dim=128), True, 2),
+        (ON_B200, sized(14, 2, page=128), True, 1),
+        (ON_B200, sized(16, 8, dim=128), False, 3),  # rows of one token, and of several
+        (ON_B200, sized(8, 4, dim=256), True, 0),  # shared memory lacks the room for two pages
+        (ON_RTX_50, sized(14, 2), False, 2),
+        (ON_RTX_50, sized(14, 2, page=128), True, 0),
+        (ON_RTX_50, sized(16, 8, dim=128), True, 0),
     ],
 )
-def test_which_programs_have_the_kernel_on_blackwell(shape: Shape, decode: bool, launches: int) -> None:
-    text = lowered(shape, Options(), BF16, decode=decode, by_warps=True)
+def test_which_programs_have_the_kernels_on_blackwell(
+    form: GpuForm, shape: Shape, decode: bool, launches: int
+) -> None:
+    text = lowered(shape, Options(), BF16, decode=decode, form=form)
     assert len(re.findall(r"@mosaic_gpu|\"mosaic_gpu", text)) == launches
 
 

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from penstock.runtime.ops.experts import StackedExperts
 from penstock.runtime.ops.gpu.experts import gpu_experts, grouped_product
+from penstock.runtime.ops.gpu.forms import ON_B200, ON_HOPPER, ON_RTX_50, GpuForm
 from penstock.runtime.ops.native.experts import NO_EXPERT
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -35,7 +36,7 @@ def draw(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarra
     return (rng.standard_normal(shape) * scale).astype(BF16)
 
 
-def multiplied(sizes: list[int], rows: int, inputs: int, outputs: int, **how: Any) -> None:
+def multiplied(sizes: list[int], rows: int, inputs: int, outputs: int, *, form: GpuForm, **how: Any) -> None:
     """Multiply so many rows of each group, and compare."""
     rng = np.random.default_rng(sum(sizes))
     x, weight = draw(rng, rows, inputs), draw(rng, len(sizes), outputs, inputs)
@@ -44,34 +45,47 @@ def multiplied(sizes: list[int], rows: int, inputs: int, outputs: int, **how: An
     weight[np.array(sizes) == 0] = np.nan
     x[len(group) :] = np.nan
     with interpreted(**how):
-        got = grouped_product(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(sizes, jnp.int32))
+        given_sizes = jnp.asarray(sizes, jnp.int32)
+        got = grouped_product(jnp.asarray(x), jnp.asarray(weight), given_sizes, form=form, interpreted=True)
     np.testing.assert_allclose(got[: len(group)], expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_interpreter
 @pytest.mark.sweep
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (192, 64), (384, 192)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "form"),
+    [
+        (64, 128, ON_HOPPER),
+        (192, 64, ON_HOPPER),
+        (384, 192, ON_HOPPER),
+        (64, 64, ON_B200),
+        (384, 128, ON_RTX_50),  # shared memory has room for two pieces
+    ],
+)
 @settings(max_examples=4, deadline=None)
 @given(sizes=st.lists(st.sampled_from([0, 1, 63, 64, 65]) | st.integers(0, 70), min_size=1, max_size=4))
-def test_groups_of_any_size(inputs: int, outputs: int, sizes: list[int]) -> None:
+def test_groups_of_any_size(inputs: int, outputs: int, form: GpuForm, sizes: list[int]) -> None:
     """Fewer pieces of channels than shared memory has places for, and more; outputs of one block and of
     several.
     """
-    multiplied(sizes, 300, inputs, outputs)
+    multiplied(sizes, 300, inputs, outputs, form=form)
 
 
 @needs_interpreter
 @pytest.mark.sweep
-def test_no_warpgroup_reads_what_another_still_writes() -> None:
+@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
+def test_no_warpgroup_reads_what_another_still_writes(form: GpuForm) -> None:
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
-    multiplied([70, 0, 3], 80, 12 * 64, 64, detect_races=True)
+    multiplied([70, 0, 3], 80, 12 * 64, 64, form=form, detect_races=True)
     assert not races().races_found
 
 
 @needs_interpreter
 @pytest.mark.ci
-@pytest.mark.parametrize("weigh_input", [False, True])
-def test_rows_get_the_sum_of_their_experts(monkeypatch: pytest.MonkeyPatch, weigh_input: bool) -> None:
+@pytest.mark.parametrize(("weigh_input", "form"), [(False, ON_HOPPER), (True, ON_B200)])
+def test_rows_get_the_sum_of_their_experts(
+    monkeypatch: pytest.MonkeyPatch, weigh_input: bool, form: GpuForm
+) -> None:
     """Of four rows one chose one expert only. The weights of three experts are read, once for each product,
     and nothing of the others.
     """
@@ -113,6 +127,8 @@ def test_rows_get_the_sum_of_their_experts(monkeypatch: pytest.MonkeyPatch, weig
             *stacks,
             activation="silu",
             weigh_input=weigh_input,
+            form=form,
+            interpreted=True,
         )
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0.03, atol=0.2)
     of_weights = 3 * (2 * INNER * HIDDEN + HIDDEN * INNER)

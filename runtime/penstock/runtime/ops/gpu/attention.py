@@ -1,6 +1,6 @@
 """Paged attention on GPUs: rows of one token have the kernel of `decode_attention`, rows of several tokens
 that of `chunk_attention`, and what these cannot do, XLA computes. Which of them a program calls is decided
-when it is traced. Where products are not those of Hopper, XLA computes all of a step that may have chunks.
+when it is traced.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from penstock.runtime.ops.attention import (
 )
 from penstock.runtime.ops.gpu.chunk_attention import chunk_attention
 from penstock.runtime.ops.gpu.decode_attention import decode_attention, takes
+from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
+from penstock.runtime.ops.gpu.tiles import SWIZZLE, TILE
 from penstock.runtime.ops.kv_rows import write_kv
 
 
@@ -27,17 +29,28 @@ def supports(
     kv: Array | jax.ShapeDtypeStruct,
     value_dim: int | None = None,
     *,
-    by_warps: bool = False,
+    form: GpuForm = ON_HOPPER,
 ) -> bool:
     """Say whether the kernels can handle queries [T, H, D] against such a cache, with this `value_dim`.
-    `by_warps`: as `decode_attention` takes it.
+    `form`: as `decode_attention` takes it.
     """
     _, planes, kv_heads, page_size, dim = kv.shape
     return (
         q.dtype == kv.dtype == jnp.bfloat16
         and planes == 2
         and value_dim is None
-        and takes(page_size, dim, q.shape[1] // kv_heads, by_warps=by_warps)
+        and takes(page_size, dim, q.shape[1] // kv_heads, form=form)
+    )
+
+
+def sizes_supported(form: GpuForm) -> str:
+    """Name the sizes of pages and heads that `supports` accepts, for messages."""
+    heads = {
+        page: [str(dim) for dim in range(SWIZZLE, 4 * SWIZZLE + 1, SWIZZLE) if takes(page, dim, 1, form=form)]
+        for page in (TILE, 2 * TILE)
+    }
+    return " or ".join(
+        f"a page_size of {page} with heads of {', '.join(dims)}" for page, dims in heads.items() if dims
     )
 
 
@@ -49,17 +62,17 @@ def gpu_paged_attention(
     meta: AttentionMeta,
     options: AttentionOptions,
     *,
-    by_warps: bool = False,
+    form: GpuForm = ON_HOPPER,
     interpreted: bool = False,
 ) -> tuple[Array, Array]:
     """Compute `paged_attention` by the kernels for causal attention and shapes that they support, else in
-    XLA. `by_warps`: as `decode_attention` takes it; `chunk_attention` cannot compute so. `interpreted`: as
-    Pallas' interpreter wants it, for tests.
+    XLA. `form`: as `decode_attention` takes it. `interpreted`: as Pallas' interpreter wants it, for
+    tests.
     """
     check_cache(q, v_new, kv, options.value_dim)
     has_chunks = meta.block_tokens.shape[1] > 1
-    cannot = options.slopes is not None or meta.reach is not None or (has_chunks and by_warps)
-    if cannot or not supports(q, kv, options.value_dim, by_warps=by_warps):
+    cannot = options.slopes is not None or meta.reach is not None
+    if cannot or not supports(q, kv, options.value_dim, form=form):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
 
@@ -75,7 +88,7 @@ def gpu_paged_attention(
             options.sinks,
             scale=options.scale,
             softcap=options.softcap,
-            by_warps=by_warps,
+            form=form,
             interpreted=interpreted,
         )
         return out
@@ -97,6 +110,7 @@ def gpu_paged_attention(
         window=options.sliding_window,
         chunk=options.chunk,
         softcap=options.softcap,
+        form=form,
         interpreted=interpreted,
     )
     in_chunk = (q_lens[meta.token_rows] > 1) & (jnp.arange(q.shape[0]) < meta.num_tokens)

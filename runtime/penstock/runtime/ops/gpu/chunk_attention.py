@@ -1,5 +1,5 @@
-"""Attention of steps with chunks of prompts on GPUs of the Hopper generation: a kernel in Pallas' Mosaic GPU
-that reads only the pages in use.
+"""Attention of steps with chunks of prompts on GPUs of Hopper and Blackwell: a kernel in Pallas' Mosaic
+GPU that reads only the pages in use.
 
 A block of threads takes some consecutive tokens of one row, and one or two heads of queries that read the
 same head of keys. One warpgroup brings the row's pages to shared memory, a few ahead. Each of the others has
@@ -25,11 +25,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.ops.gpu import online_softmax
+from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
 from penstock.runtime.ops.gpu.tiles import (
     BARRIER_BYTES,
     LINES,
-    SHARED_BYTES,
     TILE,
     TILED,
     aligned_blocks,
@@ -43,19 +43,21 @@ _REGISTERS, _REGISTERS_TO_FETCH = 232, 40
 warpgroups, equal shares would be too few for those that multiply."""
 
 
-def tiles_for(page_size: int, dim: int) -> tuple[int, int]:
+def tiles_for(page_size: int, dim: int, *, form: GpuForm) -> tuple[int, int]:
     """Tell how many tiles of queries a block has, and how many pages shared memory holds at a time. Sizes
     that `decode_attention` takes have room for one tile and two pages.
     """
     for tiles in (2, 1):
         beside = tiles * TILE * dim * (2 + 2) + BARRIER_BYTES
-        stages = min(MOST_STAGES, (SHARED_BYTES - beside) // (2 * page_size * dim * 2))
+        if form.by_warps:
+            beside += tiles * TILE * page_size * 2  # weights
+        stages = min(MOST_STAGES, (form.shared_bytes - beside) // (2 * page_size * dim * 2))
         if stages >= LEAST_STAGES:
             break
     return tiles, stages
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "chunk", "softcap", "interpreted"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "chunk", "softcap", "form", "interpreted"))
 def chunk_attention(
     q: Array,
     kv: Array,
@@ -69,6 +71,7 @@ def chunk_attention(
     window: int | None = None,
     chunk: int | None = None,
     softcap: float | None = None,
+    form: GpuForm = ON_HOPPER,
     interpreted: bool = False,
 ) -> Array:
     """Compute causal attention of rows of several tokens: q bfloat16 [T, H, D], kv bfloat16
@@ -77,13 +80,13 @@ def chunk_attention(
     Row r has the q_lens[r] tokens of q from firsts[r] on, which are at its positions from starts[r] on, and
     their keys and values are in the cache; with q_lens 0 it costs nothing. page_table int32[R, P] has the
     page of each position. What no token attends to may be NaN. `sinks` float32[H], `scale`, `window`,
-    `chunk` and `softcap` are as in `AttentionOptions`. `interpreted`: in the form that Pallas' interpreter
-    knows.
+    `chunk` and `softcap` are as in `AttentionOptions`. `form` and `interpreted`: as `decode_attention`
+    takes them.
     """
     num_tokens, num_heads, dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
     group = num_heads // kv_heads
-    tiles, stages = tiles_for(page_size, dim)
+    tiles, stages = tiles_for(page_size, dim, form=form)
     heads = tiles if group % tiles == 0 else 1
     block = TILE * tiles // heads
     blocks = aligned_blocks(firsts, q_lens, num_tokens, block)
@@ -167,7 +170,9 @@ def chunk_attention(
                     stage = lax.rem(i, jnp.int32(stages))
                     here = (first_page + i) * page_size
                     plgpu.barrier_wait(k_bars.at[stage])
-                    scores = online_softmax.product(q_smem.at[tile], k_smem.at[stage])
+                    scores = online_softmax.product(
+                        q_smem.at[tile], k_smem.at[stage], by_warps=form.by_warps, interpreted=interpreted
+                    )
 
                     @pl.when(i + stages < steps)  # else nobody waits for it
                     def _() -> None:
@@ -194,7 +199,14 @@ def chunk_attention(
                                 plgpu.barrier_wait(cleaned)
 
                     mine = None if w_smem is None else w_smem.at[tile]
-                    acc = online_softmax.added(sums.acc, weights, v_smem.at[stage], mine)
+                    acc = online_softmax.added(
+                        sums.acc,
+                        weights,
+                        v_smem.at[stage],
+                        mine,
+                        by_warps=form.by_warps,
+                        interpreted=interpreted,
+                    )
 
                     @pl.when(i + stages < steps)
                     def _() -> None:
@@ -243,7 +255,7 @@ def chunk_attention(
             pages,
             pages,
             plgpu.SMEM((tiles, TILE, dim), jnp.bfloat16),
-            weights if interpreted else None,
+            weights if interpreted or form.by_warps else None,
             plgpu.Barrier(num_barriers=tiles),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),

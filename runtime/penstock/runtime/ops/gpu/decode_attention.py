@@ -1,12 +1,12 @@
-"""Attention of decode steps on GPUs of the Hopper generation and on a B200: a kernel in Pallas' Mosaic GPU.
+"""Attention of decode steps on GPUs of Hopper and Blackwell: a kernel in Pallas' Mosaic GPU.
 
 There are two launches. In the first, a block of threads takes one row, one head of keys and one share of the
 pages that the row attends to. One warpgroup brings pages to shared memory, a few ahead; the other multiplies
 and keeps an `online_softmax`. The tensor cores take at least 64 rows, so the queries of all heads are
 multiplied, and only those that read this head of keys are kept: decoding waits for memory and not for
-products. On Hopper a whole warpgroup multiplies together, and on a B200 each warp by itself. A block writes
-its sum of values, the peak of its scores and the sum of its weights. The second launch merges the shares of a
-row.
+products. On Hopper a whole warpgroup multiplies together, and on Blackwell each warp by itself. A block
+writes its sum of values, the peak of its scores and the sum of its weights. The second launch merges the
+shares of a row.
 
 Lengths and page tables are read at run time. Padding rows cost nothing, and their output is 0.
 """
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.ops.gpu import online_softmax
+from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
 from penstock.runtime.ops.gpu.tiles import (
     BARRIER_BYTES,
-    SHARED_BYTES,
     SWIZZLE,
     TILE,
     TILED,
@@ -44,27 +44,27 @@ _BLOCKS = 264
 _MOST_SPLITS = 32
 
 
-def stages_for(page_size: int, dim: int, *, by_warps: bool) -> int:
+def stages_for(page_size: int, dim: int, *, form: GpuForm) -> int:
     """Tell how many pages of keys and of values shared memory can hold at a time; less than 2 do not do."""
     beside = TILE * dim * (2 + 4) + 2 * TILE * 4 + BARRIER_BYTES
-    if by_warps:
+    if form.by_warps:
         beside += TILE * page_size * 2  # weights
-    return min(MOST_STAGES, (SHARED_BYTES - beside) // (2 * page_size * dim * 2))
+    return min(MOST_STAGES, (form.shared_bytes - beside) // (2 * page_size * dim * 2))
 
 
-def takes(page_size: int, dim: int, group: int, *, by_warps: bool) -> bool:
+def takes(page_size: int, dim: int, group: int, *, form: GpuForm) -> bool:
     """Say whether the kernel can compute with such pages and heads; `group` query heads read a head of
-    keys. `by_warps`: as `decode_attention` takes it.
+    keys. `form`: as `decode_attention` takes it.
     """
     return (
         page_size in (TILE, 2 * TILE)
         and dim % SWIZZLE == 0
         and group <= TILE
-        and stages_for(page_size, dim, by_warps=by_warps) >= LEAST_STAGES
+        and stages_for(page_size, dim, form=form) >= LEAST_STAGES
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "softcap", "splits", "by_warps", "interpreted"))
+@functools.partial(jax.jit, static_argnames=("scale", "softcap", "splits", "form", "interpreted"))
 def decode_attention(
     q: Array,
     kv: Array,
@@ -76,7 +76,7 @@ def decode_attention(
     scale: float,
     softcap: float | None = None,
     splits: int | None = None,
-    by_warps: bool = False,
+    form: GpuForm = ON_HOPPER,
     interpreted: bool = False,
 ) -> Array:
     """Compute attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] ->
@@ -85,8 +85,8 @@ def decode_attention(
     Row r attends to its positions from oldest[r] up to ends[r], which is exclusive, and 0 for a padding row;
     page_table int32[R, P] has the page of each position. What lies elsewhere may be NaN. `splits`: how many
     blocks share a row and a head of keys; None: as many as fill the GPU. `sinks` float32[H], `scale` and
-    `softcap` are as in `AttentionOptions`. `by_warps`: each warp multiplies by itself, as GPUs other than
-    Hopper's can; it needs JAX 0.11. `interpreted`: in the form that Pallas' interpreter knows.
+    `softcap` are as in `AttentionOptions`. `form`: that for the GPU. `interpreted`: as Pallas'
+    interpreter knows products.
     """
     num_rows, num_heads, dim = q.shape
     kv_heads = kv.shape[2]
@@ -101,7 +101,7 @@ def decode_attention(
         parts = _of_shares(
             asked, kv, oldest, ends, page_table,
             first=first, count=count, group=group, scale=scale, softcap=softcap, splits=shared,
-            by_warps=by_warps, interpreted=interpreted,
+            form=form, interpreted=interpreted,
         )  # fmt: skip
         own = None if sinks is None else sinks[mine].astype(jnp.float32)
         outs.append((_merged_here if dim % _THREADS == 0 else _merged_in_xla)(*parts, own))
@@ -126,7 +126,7 @@ def _of_shares(
     scale: float,
     softcap: float | None,
     splits: int,
-    by_warps: bool,
+    form: GpuForm,
     interpreted: bool,
 ) -> tuple[Array, Array, Array]:
     """Compute for `count` heads of keys from `first` on, and each share of a row: the sum of values float32
@@ -135,7 +135,7 @@ def _of_shares(
     """
     num_rows, num_heads, dim = q.shape
     page_size = kv.shape[3]
-    stages = stages_for(page_size, dim, by_warps=by_warps)
+    stages = stages_for(page_size, dim, form=form)
 
     def kernel(
         q_ref: Any,
@@ -183,14 +183,9 @@ def _of_shares(
                     stage = lax.rem(i, jnp.int32(stages))
                     position = (begin + i) * page_size
                     plgpu.barrier_wait(k_bars.at[stage])
-                    if by_warps:
-                        none = plgpu.layout_cast(
-                            jnp.zeros((TILE, page_size), jnp.float32), plgpu.Layout.WGMMA
-                        )
-                        keys = k_smem.at[stage].transpose((1, 0))
-                        scores = online_softmax.product_by_warps(none, q_smem, keys, interpreted=interpreted)
-                    else:
-                        scores = online_softmax.product(q_smem, k_smem.at[stage])
+                    scores = online_softmax.product(
+                        q_smem, k_smem.at[stage], by_warps=form.by_warps, interpreted=interpreted
+                    )
 
                     @pl.when(i + stages < steps)  # else nobody waits for it
                     def _() -> None:
@@ -208,15 +203,14 @@ def _of_shares(
                     def _() -> None:
                         online_softmax.clean(v_smem.at[stage], position, seen_from, seen_to)
 
-                    if by_warps:
-                        w_smem[...] = weights
-                        plgpu.commit_smem()
-                        acc = online_softmax.product_by_warps(
-                            sums.acc, w_smem, v_smem.at[stage], interpreted=interpreted
-                        )
-                        plgpu.commit_smem()  # else the next copy may overwrite what is still read
-                    else:
-                        acc = online_softmax.added(sums.acc, weights, v_smem.at[stage], w_smem)
+                    acc = online_softmax.added(
+                        sums.acc,
+                        weights,
+                        v_smem.at[stage],
+                        w_smem,
+                        by_warps=form.by_warps,
+                        interpreted=interpreted,
+                    )
 
                     @pl.when(i + stages < steps)
                     def _() -> None:
@@ -253,7 +247,7 @@ def _of_shares(
             plgpu.SMEM((TILE, dim), jnp.float32),
             plgpu.SMEM((2, TILE), jnp.float32),
             plgpu.SMEM((TILE, page_size), jnp.bfloat16, transforms=TILED)
-            if interpreted or by_warps
+            if interpreted or form.by_warps
             else None,
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=stages),

@@ -1,4 +1,4 @@
-"""Mixtures of experts on GPUs of the Hopper generation: products of rows with the weights of their own expert
+"""Mixtures of experts on GPUs of Hopper and Blackwell: products of rows with the weights of their own expert
 only, by a kernel in Pallas' Mosaic GPU.
 
 The rows of a step's choices are sorted by expert. A block of threads takes up to 64 rows of one expert and
@@ -9,6 +9,7 @@ once for 64 rows. Between the two products of an expert XLA computes the activat
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from jax import Array, lax
 
 from penstock.runtime.ops.adapters import ExpertAdapters
 from penstock.runtime.ops.experts import StackedExperts, experts, weighed_sum
+from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.tiles import (
     ACC,
+    BARRIER_BYTES,
     LINES,
     SWIZZLE,
     TILE,
@@ -29,6 +32,8 @@ from penstock.runtime.ops.gpu.tiles import (
     copy_rows,
     fetch_ahead,
     launched,
+    product_by_warps,
+    zeros,
 )
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.native.experts import NO_EXPERT
@@ -36,8 +41,9 @@ from penstock.runtime.ops.products import gated
 
 _OUTPUTS = (128, 64)
 """How many outputs a block may have: the first that divides their number."""
-_STAGES = 3
-"""Pieces of rows and weights in shared memory at a time. With 3 a multiprocessor has room for two blocks."""
+_MOST_STAGES = 3
+"""Pieces of rows and weights in shared memory at a time. With 3 a multiprocessor of Hopper or of a B200 has
+room for two blocks."""
 
 
 def takes(gate_up: StackedExperts, down: StackedExperts) -> bool:
@@ -59,9 +65,12 @@ def gpu_experts(
     limit: float = 0.0,
     weigh_input: bool = False,
     adapters: ExpertAdapters | None = None,
+    form: GpuForm = ON_HOPPER,
+    interpreted: bool = False,
 ) -> Array:
     """Compute `ops.experts.experts` by the kernel for weights that `takes` accepts and without adapters, else
-    in XLA. The sums of a product are in another order than XLA's.
+    in XLA. The sums of a product are in another order than XLA's. `form` and `interpreted`: as
+    `grouped_product` takes them.
     """
     if adapters is not None or x.dtype != jnp.bfloat16 or not takes(gate_up, down):
         return experts(
@@ -87,7 +96,7 @@ def gpu_experts(
         rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order, None]).astype(x.dtype)
 
     def product(rows: Array, stack: StackedExperts) -> Array:
-        y: Array = grouped_product(rows, stack.weight, sizes)
+        y: Array = grouped_product(rows, stack.weight, sizes, form=form, interpreted=interpreted)
         return y if stack.bias is None else y + stack.bias.astype(jnp.float32)[sorted_expert]
 
     inner = gated(activation, product(rows, gate_up), limit).astype(x.dtype)
@@ -97,18 +106,21 @@ def gpu_experts(
     return weighed_sum(chosen, None if weigh_input else weights).astype(x.dtype)
 
 
-@jax.jit
-def grouped_product(x: Array, weight: Array, sizes: Array) -> Array:
+@functools.partial(jax.jit, static_argnames=("form", "interpreted"))
+def grouped_product(
+    x: Array, weight: Array, sizes: Array, *, form: GpuForm = ON_HOPPER, interpreted: bool = False
+) -> Array:
     """Multiply each row with the weights of its group: x bfloat16 [N, in], weight bfloat16 [groups, out, in]
     -> float32 [N, out]. The first sizes[0] rows are those of the first group, and so on, int32 [groups]; what
-    comes behind them is undefined.
+    comes behind them is undefined. `form` and `interpreted`: as `decode_attention` takes them.
     """
     num_rows, in_size = x.shape
     out_size = weight.shape[1]
     outputs = next(size for size in _OUTPUTS if out_size % size == 0)
     blocks = aligned_blocks(jnp.cumsum(sizes) - sizes, sizes, num_rows, TILE)
     pieces = in_size // SWIZZLE
-    stages = min(_STAGES, pieces)
+    beside = TILE * outputs * 4 + BARRIER_BYTES
+    stages = min(_MOST_STAGES, pieces, (form.shared_bytes - beside) // ((TILE + outputs) * SWIZZLE * 2))
 
     def kernel(
         x_ref: Any,
@@ -142,7 +154,23 @@ def grouped_product(x: Array, weight: Array, sizes: Array) -> Array:
 
                     return acc_ref[...]
 
-                out_smem[...] = pl.run_scoped(multiply, ACC((TILE, outputs), jnp.float32))
+                def step(i: Any, acc: Any) -> Any:
+                    stage = lax.rem(i, jnp.int32(stages))
+                    plgpu.barrier_wait(full.at[stage])
+                    weights = weight_smem.at[stage].transpose((1, 0))
+                    acc = product_by_warps(acc, x_smem.at[stage], weights, interpreted=interpreted)
+                    plgpu.commit_smem()  # else the next copy may overwrite what is still read
+
+                    @pl.when(i + stages < steps)
+                    def _() -> None:
+                        plgpu.barrier_arrive(free.at[stage])
+
+                    return acc
+
+                if form.by_warps:
+                    out_smem[...] = lax.fori_loop(0, steps, step, zeros(outputs))
+                else:
+                    out_smem[...] = pl.run_scoped(multiply, ACC((TILE, outputs), jnp.float32))
                 plgpu.commit_smem()
                 copy_rows(
                     lambda some: out_smem.at[some],

@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from penstock.runtime.ops.gpu.tiles import ACC, TILE, loaded
+from penstock.runtime.ops.gpu.tiles import ACC, TILE, loaded, product_by_warps, zeros
 
 LEAST_STAGES = 2
 """Pages that shared memory must hold at a time, so that one can come while another is read."""
@@ -43,25 +43,18 @@ def begin(dim: int, peak: Any = LOW, total: float = 0) -> Sums:
     return Sums(
         peak=plgpu.layout_cast(jnp.full((TILE,), peak, jnp.float32), by_row),
         total=plgpu.layout_cast(jnp.full((TILE,), total, jnp.float32), by_row),
-        acc=plgpu.layout_cast(jnp.full((TILE, dim), 0, jnp.float32), plgpu.Layout.WGMMA),
+        acc=zeros(dim),
     )
 
 
-def product_by_warps(acc: Any, left: Any, right: Any, *, interpreted: bool) -> Any:
-    """Add left [64, K] times right [K, N], both bfloat16 in shared memory, to acc float32 [64, N]. Each warp
-    multiplies 16 rows by itself, by the instruction that GPUs have since Ampere. `interpreted`: the
-    interpreter does not know this instruction, so it computes the product as any other.
+def product(queries: Any, keys: Any, *, by_warps: bool, interpreted: bool) -> Any:
+    """Multiply queries [64, D] with keys [page, D], both in shared memory: float32 [64, page]. `by_warps`:
+    by `product_by_warps`.
     """
-    if interpreted:
-        return acc + jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
-    of_warps: Any = plgpu  # JAX before 0.11 lacks what follows
-    a = loaded(left, of_warps.Layout.MMA_LHS(jnp.bfloat16))
-    b = loaded(right, of_warps.Layout.MMA_RHS(jnp.bfloat16))
-    return of_warps.mma(acc, a, b)
-
-
-def product(queries: Any, keys: Any) -> Any:
-    """Multiply queries [64, D] with keys [page, D], both in shared memory: float32 [64, page]."""
+    if by_warps:
+        return product_by_warps(
+            zeros(keys.shape[0]), queries, keys.transpose((1, 0)), interpreted=interpreted
+        )
 
     def multiply(acc_ref: Any) -> Any:
         plgpu.wgmma(acc_ref, queries, keys.transpose((1, 0)))
@@ -100,21 +93,26 @@ def clean(values: Any, position: Any, seen_from: Any, seen_to: Any) -> None:
     plgpu.commit_smem()
 
 
-def added(acc: Any, weights: Any, values: Any, interpreted: Any) -> Any:
-    """Add weights [64, page] times values [page, D]. `interpreted`: shared memory for the weights, which the
-    interpreter needs; None: they are multiplied where they are, in registers.
+def added(acc: Any, weights: Any, values: Any, kept: Any, *, by_warps: bool, interpreted: bool) -> Any:
+    """Add weights [64, page] times values [page, D]. `kept`: shared memory for the weights, which
+    `product_by_warps` and the interpreter need; None: they are multiplied where they are, in registers.
+    `by_warps`: by `product_by_warps`.
     """
-    if interpreted is None:
+    if kept is None:
 
         def add(acc_ref: Any) -> None:
             plgpu.wgmma(acc_ref, weights, values)
 
         return pl.run_state(add)(ACC.init(acc))
-    interpreted[...] = weights
+    kept[...] = weights
     plgpu.commit_smem()
+    if by_warps:
+        out = product_by_warps(acc, kept, values, interpreted=interpreted)
+        plgpu.commit_smem()  # else the next copy may overwrite what is still read
+        return out
 
     def multiply(acc_ref: Any) -> Any:
-        plgpu.wgmma(acc_ref, interpreted, values)
+        plgpu.wgmma(acc_ref, kept, values)
         return acc_ref[...]
 
     return acc + pl.run_scoped(multiply, ACC(acc.shape, jnp.float32))

@@ -21,8 +21,6 @@ SWIZZLE = 64
 """Channels of bfloat16 that one line of 128 bytes in shared memory holds."""
 LINES = 8
 """Rows that lie together in a tile in shared memory: a tile can only be copied from a multiple of so many."""
-SHARED_BYTES = 227 * 1024
-"""Shared memory that a block can have on Hopper and on a B200."""
 BARRIER_BYTES = 1024
 """More than the barriers take of it."""
 TILED: Any = (plgpu.TilingTransform((LINES, SWIZZLE)), plgpu.SwizzleTransform(128))
@@ -99,6 +97,24 @@ def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
     """Read in this layout. JAX 0.10 wants an index beside the reference, and 0.11 warns of it."""
     index: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def zeros(columns: int) -> Any:
+    """Return float32 [64, columns] of 0, as products of the tensor cores lie in registers."""
+    return plgpu.layout_cast(jnp.zeros((TILE, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def product_by_warps(acc: Any, left: Any, right: Any, *, interpreted: bool) -> Any:
+    """Add left [64, K] times right [K, N], both bfloat16 in shared memory, to acc float32 [64, N]. Each warp
+    multiplies 16 rows by itself, by the instruction that GPUs have since Ampere. `interpreted`: the
+    interpreter does not know this instruction, so it computes the product as any other.
+    """
+    if interpreted:
+        return acc + jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
+    of_warps: Any = plgpu  # JAX before 0.11 lacks what follows
+    a = loaded(left, of_warps.Layout.MMA_LHS(jnp.bfloat16))
+    b = loaded(right, of_warps.Layout.MMA_RHS(jnp.bfloat16))
+    return of_warps.mma(acc, a, b)
 
 
 def launched(kernel: Callable[..., None], out: Any, **how: Any) -> Callable[..., Any]:
