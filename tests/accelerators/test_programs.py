@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,8 @@ CANNOT: dict[tuple[str, str], str] = {}
 """What this version of JAX cannot compile: model and chip to a part of the error."""
 SPARE_BYTES = 64 << 20
 """Scratch memory that a program may have beside twice what a plan estimates."""
+Record = Callable[[str, object], None]
+"""Writes a figure of a case into the report of pytest's `--junitxml FILE -o junit_family=xunit1`."""
 
 
 def small(name: str, devices: int = 1) -> ModelConfig:
@@ -115,9 +119,9 @@ def collectives_of(machine: Machine, options: EngineConfig) -> set[str]:
     return {"all-reduce", "all-gather", *(("all-to-all",) if options.context_parallel else ())}
 
 
-def check(model: str, machine: Machine, **ways: Any) -> None:
-    """Compile every program, and list all that is wrong. `ways`: the options that say how the model is
-    cut.
+def check(model: str, machine: Machine, record: Record, **ways: Any) -> None:
+    """Compile every program, and list all that is wrong. `record` is told what was found. `ways`: the options
+    that say how the model is cut.
     """
     config = small(model, machine.devices)
     snapshots = SNAPSHOTS if config.cache.has_state else 0
@@ -144,7 +148,10 @@ def check(model: str, machine: Machine, **ways: Any) -> None:
         )
         for kept in builder.cache.paged
     )
+    begun_s = time.process_time()
     wrong = []
+    kinds: set[str] = set()
+    scratches = []
     for job, make in builder.jobs().items():
         program = make()
         text = program.as_text() or ""
@@ -156,23 +163,30 @@ def check(model: str, machine: Machine, **ways: Any) -> None:
             wrong.append(f"{name_of(job)} copies {', '.join(found)}")
         if isinstance(job, ProgramKey) and job.decode_only and bool(KERNEL.search(text)) != has_kernel:
             wrong.append(f"{name_of(job)} has {'no' if has_kernel else 'a'} kernel")
-        if others := set(COLLECTIVE.findall(text)) - collectives_of(machine, options):
+        found_kinds = set(COLLECTIVE.findall(text))
+        kinds |= found_kinds
+        if others := found_kinds - collectives_of(machine, options):
             wrong.append(f"{name_of(job)} has {', '.join(sorted(others))}")
-        if (scratch := bytes_beside_arguments(program)) > most:
+        scratches.append(scratch := bytes_beside_arguments(program))
+        if scratch > most:
             wrong.append(f"{name_of(job)} has {scratch:,} bytes of scratch memory, and {most:,} are the most")
+    record("programs", len(scratches))
+    record("seconds of the processor", round(time.process_time() - begun_s))
+    record("scratch bytes of the largest", max(scratches, default=0))
+    record("collectives", " ".join(sorted(kinds)))
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chip", CHIPS_TRIED)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_program_compiles(model: str, chip: str) -> None:
+def test_every_program_compiles(model: str, chip: str, record_property: Record) -> None:
     prepare()
     if error := CANNOT.get((model, chip)):
         with pytest.raises(Exception, match=error):
-            check(model, read_machine(chip))
+            check(model, read_machine(chip), record_property)
     else:
-        check(model, read_machine(chip))
+        check(model, read_machine(chip), record_property)
 
 
 @pytest.mark.timeout(1800)
@@ -207,6 +221,8 @@ def test_every_program_compiles(model: str, chip: str) -> None:
         ("granite-4.0-h-tiny", "h100-8", ()),
     ],
 )
-def test_every_program_compiles_for_several_devices(model: str, machine: str, ways: tuple[str, ...]) -> None:
+def test_every_program_compiles_for_several_devices(
+    model: str, machine: str, ways: tuple[str, ...], record_property: Record
+) -> None:
     prepare()
-    check(model, read_machine(machine), **dict.fromkeys(ways, True))
+    check(model, read_machine(machine), record_property, **dict.fromkeys(ways, True))
