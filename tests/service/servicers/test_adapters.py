@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from penstock.runtime.adapters.interface import AdapterTensors
+from penstock.service.rpcs.interceptors import Undecoded
+from penstock.service.servicers.adapters import Adapters
 from penstock.v1 import adapters_pb2, control_pb2, inference_pb2, weights_pb2
 from tests.service.adapters_rig import (
     CONFIG,
@@ -211,7 +214,10 @@ async def test_a_push_that_breaks_off_leaves_its_place() -> None:
                         if not is_full:
                             return
 
-        calls = [await forever(rig), await forever(rig)]
+        calls = [await forever(rig)]
+        for _ in range(5):  # some of these come after it
+            await push(rig, [begin(), *chunks(), commit()])
+        calls.append(await forever(rig))
         await until_refused(is_full=True)
         calls.pop().cancel()
         await until_refused(is_full=False)
@@ -220,6 +226,28 @@ async def test_a_push_that_breaks_off_leaves_its_place() -> None:
         for call in calls:
             call.cancel()
         assert await names(rig) == ["sql"]
+
+
+async def test_a_push_whose_client_is_gone_when_it_ends_loads_nothing() -> None:
+    """For gRPC a lost connection ends the stream of messages, too. This is without gRPC: all messages are
+    there, and the client is not.
+    """
+
+    class Gone(Exception):
+        """What is raised where nothing can be sent to the client any more."""
+
+    async def arrived() -> AsyncIterator[Undecoded]:
+        for message in [begin(), *chunks(), commit()]:
+            parse = adapters_pb2.PushAdapterRequest.FromString
+            yield Undecoded("PushAdapter", parse, message.SerializeToString())
+
+    async def confirm() -> None:
+        raise Gone
+
+    async with serving(with_adapters()) as rig:
+        with pytest.raises(Gone):
+            await Adapters(rig.serving, max_chunk_bytes=1 << 20).push(arrived(), confirm)
+        assert await names(rig) == []
 
 
 async def test_requests_reach_the_engine_with_their_adapter(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator
 from datetime import UTC
 from pathlib import Path
@@ -389,6 +390,20 @@ async def test_a_file_is_not_read_before_the_client_has_committed_that(tmp_path:
         failure = await failure_of(push(rig, [begin(uri=file_of(tmp_path))]))
         assert failure.violations == {"step": "the stream has ended without commit; nothing has changed"}
         assert rig.engine.updater.events == ["open_uri", "close"]
+
+
+async def test_a_file_that_was_changed_before_it_was_read_is_refused(tmp_path: Path) -> None:
+    uri = file_of(tmp_path)
+    async with serving(updatable(), weights_roots=(tmp_path,)) as rig:
+        call = rig.inference.UpdateWeights()
+        await call.write(begin(uri=uri))
+        await until(lambda: bool(rig.engine.updater.options))
+        os.utime(tmp_path / "weights.safetensors", ns=(0, 0))
+        await call.write(commit(0))
+        await call.done_writing()
+        failure = await failure_of(call)
+        assert (failure.reason, list(failure.violations)) == ("INVALID_FIELD", ["begin.uri"])
+        assert rig.engine.updater.serving == bytes_of(OLD)
 
 
 async def test_a_file_is_only_validated(tmp_path: Path) -> None:

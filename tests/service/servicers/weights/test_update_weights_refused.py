@@ -24,11 +24,24 @@ from grpc_health.v1 import health_pb2
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.service.limits.admission import Kind
 from penstock.service.limits.bounds import Bounds
+from penstock.service.rpcs.interceptors import Undecoded
+from penstock.service.servicers.weights import WeightUpdates
 from penstock.v1 import control_pb2, weights_pb2
 from tests.service.h2peer import DATA, Peer, frame, grpc_message
 from tests.service.rig import Failure, Rig, failure_of, generate, serving, until
 from tests.service.updatable import updatable
-from tests.service.weights_rig import Step, begin, bytes_of, chunk, chunks, commit, fake_tensors, push, steps
+from tests.service.weights_rig import (
+    Step,
+    begin,
+    bytes_of,
+    chunk,
+    chunks,
+    commit,
+    fake_tensors,
+    push,
+    steps,
+    written,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -251,8 +264,8 @@ async def test_chunks_that_are_too_large_together() -> None:
 
 async def test_chunks_in_one_message_are_taken_as_if_they_came_alone() -> None:
     async with serving(updatable()) as rig:
-        first, *parts, last = steps(NEW)
-        assert (await push(rig, [first, _listed(*parts), last])).tensors_updated == 2
+        first, alone, *parts, last = steps(NEW)
+        assert (await push(rig, [first, _listed(alone), _listed(*parts), last])).tensors_updated == 2
         assert rig.engine.updater.serving == bytes_of(NEW)
 
 
@@ -409,6 +422,30 @@ async def test_a_connection_that_dies_is_no_end_of_a_stream(rig: Rig) -> None:
     for attempt in range(40):
         await dies(when_taken=attempt % 2 == 1)
         assert rig.engine.weights.generation == generation
+
+
+class Gone(Exception):
+    """What is raised where nothing can be sent to the client any more."""
+
+
+@pytest.mark.parametrize("source", ["chunks", "file"])
+async def test_a_stream_that_ends_when_its_client_is_gone_changes_nothing(
+    rig: Rig, tmp_path: Path, source: str
+) -> None:
+    """The same, without gRPC: all messages are there, and the client is not."""
+    of_file = [begin(uri=written(NEW, tmp_path / "new.safetensors")), commit(0)]
+    messages = steps(NEW) if source == "chunks" else of_file
+
+    async def arrived() -> AsyncIterator[Undecoded]:
+        for message in messages:
+            yield Undecoded("UpdateWeights", Step.FromString, message.SerializeToString())
+
+    async def confirm() -> None:
+        raise Gone
+
+    updates = WeightUpdates(rig.serving, roots=(tmp_path,), max_receive_bytes=1 << 20)
+    with pytest.raises(Gone):
+        await updates.update(arrived(), confirm)
 
 
 async def test_the_same_bytes_with_an_end_are_an_update() -> None:
