@@ -18,6 +18,7 @@ from penstock.runtime.loading.gguf.file import TensorInfo, read_gguf
 from penstock.runtime.loading.gguf.model import GgufModel, read_model
 from penstock.runtime.loading.quantised.checkpoint import format_for
 from penstock.runtime.models.families.mxfp4 import decode
+from penstock.runtime.models.layers.attention import Attention
 from penstock.runtime.models.linear import LinearFormat, project_float32
 from penstock.runtime.models.params import bind, leaf_shapes, load_rules
 from penstock.runtime.models.registry import parse_config
@@ -247,8 +248,9 @@ def test_q_k_and_v_keep_codes_of_different_kinds(
     if library.available():
         bound = bind(model.config, [jnp.asarray(leaf) for leaf in made.values()], "bfloat16", linear)
         x = _RNG.standard_normal((5, 256)).astype(jnp.bfloat16)
-        qkv_proj = bound.layers[0].self_attn.qkv_proj
-        got = project_float32(qkv_proj, jnp.asarray(x), jnp.int32(5), bound.pools)
+        attention = bound.layers[0].self_attn
+        assert isinstance(attention, Attention)
+        got = project_float32(attention.qkv_proj, jnp.asarray(x), jnp.int32(5), bound.pools)
         wanted = x.astype(np.float64) @ weight.T.astype(np.float64)
-        for part in (slice(0, 256), slice(256, 320), slice(320, 384)):
-            assert np.abs(got[:, part] - wanted[:, part]).max() <= 0.08 * wanted[:, part].std()
+        for outputs in (slice(0, 256), slice(256, 320), slice(320, 384)):
+            assert np.abs(got[:, outputs] - wanted[:, outputs]).max() <= 0.08 * wanted[:, outputs].std()

@@ -62,8 +62,8 @@ def format_for(
     for rule in rules(linear).rules:
         if rule.may_keep:
             of_leaves.setdefault(rule.targets[0].path, []).append(rule)
-    kept = (found for path, of_leaf in of_leaves.items() for found in _kept(path, of_leaf, tensors))
-    return replace(linear, kept=tuple(kept))
+    of_files = (found for path, of_leaf in of_leaves.items() for found in _kept(path, of_leaf, tensors))
+    return replace(linear, kept=tuple(of_files))
 
 
 def _kept(
