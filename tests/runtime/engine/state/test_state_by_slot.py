@@ -70,10 +70,10 @@ def proposing() -> Engine:
     scope="module",
     params=[
         "windows",
-        "no overlap",
-        "single steps",
-        # It has most programs.
-        pytest.param("as on an accelerator", marks=pytest.mark.sweep("state as on an accelerator")),
+        *(
+            pytest.param(name, marks=pytest.mark.sweep(f"state: {name}"))
+            for name in ("no overlap", "single steps", "as on an accelerator")  # the last has most programs
+        ),
         "no layer has pages",
         "tokens are proposed",
     ],
