@@ -52,7 +52,7 @@ def rows_of(rules: LoadRules, leaves: Any, name: str) -> Any:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("native", ["auto", pytest.param("off", marks=pytest.mark.sweep)])
 def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native: Any) -> None:
     """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
     engine = small_engine(tiny, native=native)
