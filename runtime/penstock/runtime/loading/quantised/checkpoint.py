@@ -62,8 +62,8 @@ def format_for(
     for rule in rules(linear).rules:
         if rule.may_keep:
             of_leaves.setdefault(rule.targets[0].path, []).append(rule)
-    of_files = (found for path, of_leaf in of_leaves.items() for found in _kept(path, of_leaf, tensors))
-    return replace(linear, kept=tuple(of_files))
+    found = (each for path, of_leaf in of_leaves.items() for each in _kept(path, of_leaf, tensors))
+    return replace(linear, kept=tuple(found))
 
 
 def _kept(
