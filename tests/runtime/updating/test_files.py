@@ -68,8 +68,10 @@ def num_open() -> int:
 
 @pytest.mark.parametrize("form", ["single file", "directory", "shards", "no index"])
 def test_files_give_the_weights_that_the_tensors_give(
-    engine: Engine, tensors: Arrays, root: Path, form: str
+    engine: Engine, tensors: Arrays, root: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Most tensors are read in several pieces."""
+    monkeypatch.setattr(files_module, "_PIECE", 1000)
     before, num_files = bits(engine), num_open()
     new = changed(tensors)
     folder = root / "a folder %41"
@@ -296,6 +298,27 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         upload.read()
     upload.close()
     assert num_open() == num_files - 1
+
+
+def test_each_of_several_files_is_looked_at_when_it_has_been_read(
+    engine: Engine, tensors: Arrays, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is changed just before its last tensor is read, and that is in one piece."""
+    save_file(dict(tensors), root / SINGLE)
+    files = list(shard(root).values())
+    first = min(files)
+    upload = opened(engine, root, root)
+    read, before = os.pread, iter(range(files.count(first) - 1))
+
+    def touched(descriptor: int, count: int, offset: int) -> bytes:
+        if next(before, None) is None:
+            os.utime(root / first, ns=(0, 0))
+        return read(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", touched)
+    with pytest.raises(InvalidRequest, match=rf"begin\.uri: .*{first} was changed while it was read"):
+        upload.read()
+    upload.close()
 
 
 def test_a_file_that_is_replaced_meanwhile_is_read_to_its_end(

@@ -45,14 +45,22 @@ def engine(golden: Path) -> Iterator[Engine]:
     engine.shutdown()
 
 
+class Placed(list[Any]):
+    """The paths of leaves, as they are placed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_live: list[int] = []
+        """How many arrays of JAX there were before each."""
+
+
 @pytest.fixture
-def placed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the paths of leaves, as they are placed."""
-    paths: list[Any] = []
-    place = DeviceState.place
+def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
+    paths, place = Placed(), DeviceState.place
 
     def note(device: DeviceState, path: Any, leaf: Any) -> jax.Array:
         paths.append(path)
+        paths.num_live.append(len(jax.live_arrays()))
         return place(device, path, leaf)
 
     monkeypatch.setattr(DeviceState, "place", note)
@@ -61,10 +69,11 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("staging", [Staging.HOST, Staging.DEVICE])
 def test_leaves_are_placed_when_they_are_complete_or_when_they_go_live(
-    engine: Engine, tensors: Arrays, placed: list[Any], staging: Staging
+    engine: Engine, tensors: Arrays, placed: Placed, staging: Staging
 ) -> None:
     new = changed(tensors)
     gate = at_gate(engine, tokens=8)
+    num_live = len(jax.live_arrays())
     upload = begun(engine, new, staging=staging)
     total = send(upload, new)
     pending = upload.commit(total)
@@ -75,6 +84,7 @@ def test_leaves_are_placed_when_they_are_complete_or_when_they_go_live(
     upload.close()
     assert len(placed) == num_leaves
     if staging is Staging.HOST:  # the largest first: if there is room for it, there is for the others
+        assert max(placed.num_live) <= num_live, "each old leaf goes before the next new one comes"
         sizes = {path: leaf.nbytes for path, leaf in engine.updater._device.leaves_by_path.items()}
         assert [sizes[path] for path in placed] == sorted(sizes.values(), reverse=True)
     found, answer = bits(engine), tokens(engine)
@@ -94,11 +104,13 @@ def test_parts_of_a_leaf_are_put_into_the_live_one(engine: Engine, tensors: Arra
     assert bits(engine) == found
 
 
-@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize(("at", "is_staged"), [(0, True), (1, False), (5, False)])
 def test_a_leaf_that_does_not_fit(
-    engine: Engine, tensors: Arrays, monkeypatch: pytest.MonkeyPatch, at: int
+    engine: Engine, tensors: Arrays, monkeypatch: pytest.MonkeyPatch, at: int, is_staged: bool
 ) -> None:
-    """If it is the first, nothing has changed; after that, the weights cannot serve until a whole update."""
+    """If it is the first, nothing has changed; after that, the weights cannot serve until a whole update. An
+    update that was staged is gone.
+    """
     before, answer = bits(engine), tokens(engine)
     place, count = DeviceState.place, iter(range(1000))
 
@@ -108,11 +120,15 @@ def test_a_leaf_that_does_not_fit(
         return place(device, path, leaf)
 
     new = changed(tensors)
-    upload = begun(engine, new)
+    upload = begun(engine, new, "u", stage_only=is_staged)
     total = send(upload, new)
+    if is_staged:
+        upload.stage(total)
     monkeypatch.setattr(DeviceState, "place", full)
+    pending = engine.updater.commit_staged("u") if is_staged else upload.commit(total)
     with pytest.raises(WeightsError, match="could not be placed on the device: the device is full"):
-        upload.commit(total).result(60)
+        pending.result(60)
+    assert engine.updater.staged_update_id == ""
     upload.close()
     if at == 0:
         assert bits(engine) == before

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from penstock.runtime import Engine
-from penstock.runtime.errors import GenerationChanged, TensorsRefused
+from penstock.runtime.errors import GenerationChanged, InvalidRequest, TensorsRefused
 from penstock.runtime.measuring import engine_instruments as defined
 from penstock.runtime.measuring.instruments import Instrument
 from penstock.runtime.measuring.snapshot import HistogramPoint, Labels
@@ -93,6 +94,18 @@ def test_an_upload_that_is_refused(engine: Engine, tensors: Arrays, meters: Mete
     with pytest.raises(TensorsRefused):
         upload.commit(send(upload, tensors, only=[0]))
     upload.close()
+    assert meters.counted(defined.WEIGHTS_UPDATES) == {("failed",): 1}
+
+
+def test_an_update_of_arrays_that_fails(engine: Engine, tensors: Arrays, meters: Meters) -> None:
+    class Fickle(dict[str, Any]):
+        """Has other arrays each time that they are asked for."""
+
+        def __getitem__(self, name: str) -> Any:
+            return super().__getitem__(name)[:5]
+
+    with pytest.raises(InvalidRequest):
+        engine.update_weights(Fickle(tensors), label="fickle")
     assert meters.counted(defined.WEIGHTS_UPDATES) == {("failed",): 1}
 
 

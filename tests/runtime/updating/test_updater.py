@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import jax
 import numpy as np
@@ -60,6 +60,9 @@ def test_a_second_update_is_refused_while_one_is_under_way_or_staged(engine: Eng
     with pytest.raises(UpdateUnderWay, match="'first' is staged") as refused:
         begun(engine, tensors, "second")
     assert refused.value.staged
+    engine.update_weights(tensors, label="of the program").result(60)  # has no place, and so frees none
+    with pytest.raises(UpdateUnderWay, match="'first' is staged"):
+        begun(engine, tensors, "second")
     assert engine.updater.discard("first")
     begun(engine, tensors, "second").close()
 
@@ -75,8 +78,9 @@ def test_an_id_that_went_live_is_known(engine: Engine, tensors: Arrays) -> None:
     assert again.current == again.previous == back.current == engine.weights
     assert (again.digest, again.num_bytes) == (report.digest, report.num_bytes)
     assert updater.digest == back.digest != report.digest
-    with pytest.raises(UpdateUnderWay):
+    with pytest.raises(UpdateUnderWay) as refused:
         begun(engine, tensors, "known")  # for who asked just before it went live
+    assert (refused.value.update_id, refused.value.staged) == ("known", False)
     with pytest.raises(UnknownUpdate):
         updater.commit_staged("unknown")
     first = begun(engine, tensors, "first")
@@ -271,6 +275,7 @@ def test_an_upload_that_is_taken_back_frees_its_place_and_memory(
         else:
             upload.close()
         assert pending.cancelled()
+        assert wait([pending], timeout=60).done == {pending}, "who waits is told"
         upload.close()
         assert len(jax.live_arrays()) == num_live
         begun(engine, tensors, "next").close()

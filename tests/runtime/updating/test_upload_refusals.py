@@ -170,6 +170,21 @@ def test_values_that_are_not_finite_are_refused_on_request(
     upload.close()
 
 
+def test_an_update_that_cannot_go_live_takes_no_memory(engine: Engine, tensors: Arrays) -> None:
+    """One tensor is bad, and all others come after it."""
+    num_live = len(jax.live_arrays())
+    upload = begun(engine, tensors)
+    first, *others = range(len(tensors))
+    data = bytearray(list(tensors.values())[first].tobytes())
+    data[-1] ^= 1
+    upload.write(first, 0, bytes(data))
+    total = len(data) + send(upload, tensors, others)
+    with pytest.raises(ChecksumMismatch):
+        upload.commit(total)
+    assert len(jax.live_arrays()) == num_live
+    upload.close()
+
+
 def test_all_that_is_bad_is_told_together(engine: Engine, tensors: Arrays) -> None:
     """NaN, damage and missing bytes, in one error; lost data decides what it is."""
     bad = {name: np.array(tensor) for name, tensor in tensors.items()}
