@@ -99,7 +99,10 @@ def test_more_bytes_than_a_tensor_has(engine: Engine, tensors: Arrays) -> None:
         upload.write(index, 0, data + b"\0")
     assert reasons(refused.value) == {NORM: TensorReason.INCOMPLETE}
     upload.write(index, 0, b"")  # says nothing, and is nothing
-    upload.write(index, 0, data)
+    upload.write(index, 0, data[:4])
+    with pytest.raises(TensorsRefused, match="more bytes"):
+        upload.write(index, 4, data[4:] + b"\0")
+    upload.write(index, 4, data[4:])
     with pytest.raises(TensorsRefused, match="more bytes"):
         upload.write(index, len(data), b"\0")
     upload.close()
