@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import runtime
-from penstock.openai.settings import Settings
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.runtime.following.interface import Lead
@@ -44,6 +43,7 @@ from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
 from penstock.service.threads.lanes import in_thread
 
 if TYPE_CHECKING:
+    from penstock.openai.settings import Settings
     from penstock.runtime.engine import Engine
 
 __all__ = ["add_parser", "run"]

@@ -7,18 +7,19 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from penstock.client.connection.address import Access, endpoint
-from penstock.client.connection.channel import Tls
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError, GroupEnded
 from penstock.runtime.following.interface import GroupOptions
 from penstock.server_cli.serving.group_flags import GroupFlags, leader_address
 from penstock.service.group.link import FollowerLink
 from penstock.service.options import ServerOptions
+
+if TYPE_CHECKING:
+    from penstock.client.connection.address import Access
 
 log = logging.getLogger("penstock.follow")
 
@@ -42,6 +43,8 @@ class Follower:
         not: started again, it waits for the next leader. Raises ConfigError if this process cannot follow.
         Ends the process with GROUP_ENDED if the group has ended in another way.
         """
+        from penstock.client.connection.address import endpoint  # noqa: PLC0415  # only followers call servers
+
         address = leader_address(self.flags, self.group, self.options)
         try:
             where = endpoint(address, self._access())
@@ -80,6 +83,9 @@ class Follower:
         return 0 if signals else GROUP_ENDED
 
     def _access(self) -> Access:
+        from penstock.client.connection.address import Access  # noqa: PLC0415  # as above
+        from penstock.client.connection.channel import Tls  # noqa: PLC0415  # as above
+
         listen = self.options.listen
         tls: Tls | bool = False
         if listen.tls_cert is not None or self.flags.group_ca is not None:

@@ -21,13 +21,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.openai.settings import Settings
 from penstock.runtime.errors import ConfigError
 from penstock.service.limits.bounds import MANY
 from penstock.service.listening.listen_options import host_problems, tcp_address, unix_address
 from penstock.service.listening.listeners import bound_socket
 from penstock.service.options import ServerOptions
+
+if TYPE_CHECKING:
+    from penstock.openai.settings import Settings
 
 log = logging.getLogger("penstock.serve")
 
@@ -206,6 +209,8 @@ def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings
     problem = listen.exposure_problem((host,), keys=options.keys is not None)
     if problem is not None:
         raise ConfigError(f"openai_{problem}")
+    from penstock.openai.settings import Settings  # noqa: PLC0415  # it imports the whole client
+
     # JSON takes more bytes than the message that is made of it.
     defaults = Settings()
     most_bytes = max(2 * options.max_receive_bytes, defaults.max_body_bytes)
