@@ -14,9 +14,9 @@ skip and whose results are undefined.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +266,7 @@ class Linear(nnx.Module):
         """
         assert self.may_part, "only rules that say so are kept apart"
         dtype, leaves = self.weight.dtype, list[tuple[str, LinearFormat, int]]()
-        for codes, run in itertools.groupby(self.parts, key=lambda part: forms.get(part[0])):
+        for codes, run in groupby(self.parts, key=lambda part: forms.get(part[0])):
             names, sizes = zip(*run, strict=True)
             form = LinearFormat(packed=True, codes=codes)
             setattr(self, names[0], form.weight(sum(sizes), self.in_size, dtype))
@@ -443,6 +443,27 @@ def project(
         options, adapters = _norm_options(norm, pools), _adapters(linear, pools)
         return native.linear(x, linear.operands(pools), num_rows=num_rows, adapters=adapters, **options)
     return linear.product(x if norm is None else norm(x, pools), pools).astype(x.dtype)
+
+
+def project_apart(
+    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: Norm | None = None
+) -> Sequence[jax.Array]:
+    """Compute linear(norm(x)) like `project`, with each part of the outputs in an array of its own, which the
+    kernel of layers in float32 writes at once; XLA would copy the parts of one array.
+    """
+    widths = [size for _, size in linear.parts]
+    if linear.sums > 1 or not linear.form.float32 or len(widths) > native_float32.MOST_PARTS:
+        made = project(linear, x, num_rows, pools, norm=norm)
+        return [made[:, begin:end] for begin, end in pairwise((0, *accumulate(widths)))]
+    assert linear.adapter_at is None, "adapters change no encoders"
+    return native_float32.multiply_apart(
+        x if norm is None else norm(x, pools),
+        linear.weight[...],
+        pools.vectors,
+        widths,
+        num_rows=num_rows,
+        bias_at=None if linear.bias_at is None else linear.bias_at.begin,
+    )
 
 
 def project_float32(

@@ -5,7 +5,7 @@ row's bits must depend on the row alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.ops.native import library
-from penstock.runtime.ops.native.float32 import can_pack, multiply
+from penstock.runtime.ops.native.float32 import can_pack, multiply, multiply_apart
 from penstock.runtime.ops.native.linear import pack, unpack
 from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
 from tests.support.suite.drawing import few
@@ -65,6 +65,13 @@ class Layer:
         )
         return np.asarray(made)[:count]
 
+    def apart(self, widths: Sequence[int], bias_at: int | None) -> list[np.ndarray]:
+        """Compute the product with its outputs in arrays of these widths, before three rows of padding."""
+        x = jnp.asarray(np.pad(self.x, ((0, 3), (0, 0)), constant_values=np.nan))
+        pool, rows = jnp.asarray(self.pool), jnp.int32(self.rows)
+        made = multiply_apart(x, self.tiles, pool, widths, num_rows=rows, bias_at=bias_at)
+        return [np.asarray(part)[: self.rows] for part in made]
+
     def at(self, name: str) -> np.ndarray:
         begin = self.places[name]
         return self.pool[begin : begin + self.out_size].astype(np.float64)
@@ -109,6 +116,18 @@ def test_every_part_of_the_formula(rows: int, out_size: int, in_size: int) -> No
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-5)
     bare = layer.call(residual=True, eps=EPS, **bias)
     np.testing.assert_allclose(bare, normed, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("widths", [(48,), (16, 32), (32, 48, 16), (16, 16, 64)])
+def test_outputs_lie_in_arrays_of_their_own(widths: tuple[int, ...]) -> None:
+    """Odd numbers of blocks lie in two arrays at once."""
+    layer = Layer(np.random.default_rng(8), 37, sum(widths), 48)
+    exact, error = layer.product()
+    exact = exact + layer.at("bias_at")
+    made = layer.apart(widths, bias_at=layer.places["bias_at"])
+    assert [part.shape for part in made] == [(37, width) for width in widths]
+    got = np.concatenate(made, axis=1)
+    assert (np.abs(got - exact) <= error + 2 * UNIT * np.abs(exact)).all()
 
 
 @settings(max_examples=12)
@@ -231,6 +250,9 @@ def test_operands_that_do_not_suit_each_other() -> None:
             multiply(
                 jnp.asarray(layer.x), layer.tiles, jnp.asarray(layer.pool), num_rows=jnp.int32(2), **options
             ).block_until_ready()
+    for widths, said in (((8, 8), "outputs are multiples of 16"), ((16,) * 4, "no more arrays")):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+            layer.apart(widths, bias_at=None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="multiples of 16"):
         multiply(
             jnp.asarray(layer.x[:, :16]), layer.tiles, jnp.asarray(layer.pool), num_rows=jnp.int32(2)

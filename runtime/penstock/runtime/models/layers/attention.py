@@ -6,7 +6,7 @@ q, k and v are one product.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from flax import nnx
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import AttentionConfig, ModelConfig, QKNorm
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
-from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate, summed
+from penstock.runtime.models.linear import Linear, LinearFormat, project, project_apart, project_gate, summed
 from penstock.runtime.models.load_rules import AXIS, Span
 from penstock.runtime.models.norms import HeadNorms, Norm, RMSNorm, Vector, unit_mean_square
 from penstock.runtime.models.pools import PoolPlanners
@@ -123,10 +123,12 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Add to x what attention to norm(x) gives: x [T, E] -> ([T, E], the layer's new cache)."""
         config, pools = self.config, inputs.pools
-        qkv = project(self.qkv_proj, x, inputs.num_tokens, pools, norm=norm)
-        if config.clip is not None:
-            qkv = jnp.clip(qkv, np.asarray(-config.clip, qkv.dtype), np.asarray(config.clip, qkv.dtype))
-        q, k, v = self._rotated(qkv, inputs)
+        if self.rotates_natively:
+            qkv = project(self.qkv_proj, x, inputs.num_tokens, pools, norm=norm)
+            q, k, v = self._rotated_natively(self._clipped(qkv), inputs)
+        else:
+            parts = project_apart(self.qkv_proj, x, inputs.num_tokens, pools, norm=norm)
+            q, k, v = self._rotated([self._clipped(part) for part in parts], inputs)
         if self.shares_kv_of is None:
             inputs.shared_kv[self.layer] = k, v
         # A layer that shares writes what is there already, because attention has no form that only reads.
@@ -161,35 +163,48 @@ class Attention(nnx.Module):
             out = project_gate(self.q_gate, x, out, rows, pools, norm=norm, activation="sigmoid")
         return residual.add_projected(self.o_proj, out, x, inputs), kv
 
-    def _rotated(self, qkv: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _clipped(self, qkv: jax.Array) -> jax.Array:
+        clip = self.config.clip
+        return (
+            qkv if clip is None else jnp.clip(qkv, np.asarray(-clip, qkv.dtype), np.asarray(clip, qkv.dtype))
+        )
+
+    def _rotated_natively(
+        self, qkv: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Turn qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised, rotated and scaled."""
         config, pools = self.config, inputs.pools
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        if self.rotates_natively:
-            angles, scaling = inputs.angles, config.query_scaling
-            assert not isinstance(self.q_norm, HeadNorms)
-            assert not isinstance(self.k_norm, HeadNorms)
-            turn = (None, None) if config.rope is None else angles.cos_sin(config.rope, config.rotary_dim)
-            q, k, v = rotate_qkv(
-                qkv,
-                *turn,
-                num_rows=inputs.num_tokens,
-                num_heads=heads,
-                num_kv_heads=0 if self.shares_kv_of is not None else kv_heads,
-                q_norm=None if self.q_norm is None else pools.vectors,
-                k_norm=None if self.k_norm is None else pools.vectors,
-                q_norm_at=0 if self.q_norm is None else self.q_norm.weight_at.begin,
-                k_norm_at=0 if self.k_norm is None else self.k_norm.weight_at.begin,
-                norms=_NORMS[config.qk_norm],
-                eps=self.eps,
-                offset=0.0 if self.q_norm is None else self.q_norm.offset,
-                v_norm=config.v_norm,
-                values_are_keys=config.values_are_keys,
-                q_scale=None if scaling is None else angles.query_scale(scaling),
-            )
-            return (q, k, v) if self.shares_kv_of is None else (q, *inputs.shared_kv[self.shares_kv_of])
-        queries, keys = heads * config.head_dim, kv_heads * config.head_dim
-        q, k, v = qkv[:, :queries], qkv[:, queries : queries + keys], qkv[:, queries + keys :]
+        angles, scaling = inputs.angles, config.query_scaling
+        assert not isinstance(self.q_norm, HeadNorms)
+        assert not isinstance(self.k_norm, HeadNorms)
+        turn = (None, None) if config.rope is None else angles.cos_sin(config.rope, config.rotary_dim)
+        q, k, v = rotate_qkv(
+            qkv,
+            *turn,
+            num_rows=inputs.num_tokens,
+            num_heads=config.num_heads,
+            num_kv_heads=0 if self.shares_kv_of is not None else config.num_kv_heads,
+            q_norm=None if self.q_norm is None else pools.vectors,
+            k_norm=None if self.k_norm is None else pools.vectors,
+            q_norm_at=0 if self.q_norm is None else self.q_norm.weight_at.begin,
+            k_norm_at=0 if self.k_norm is None else self.k_norm.weight_at.begin,
+            norms=_NORMS[config.qk_norm],
+            eps=self.eps,
+            offset=0.0 if self.q_norm is None else self.q_norm.offset,
+            v_norm=config.v_norm,
+            values_are_keys=config.values_are_keys,
+            q_scale=None if scaling is None else angles.query_scale(scaling),
+        )
+        return (q, k, v) if self.shares_kv_of is None else (q, *inputs.shared_kv[self.shares_kv_of])
+
+    def _rotated(
+        self, parts: Sequence[jax.Array], inputs: LayerInputs
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As `_rotated_natively`, of what the product has of q [T, H * D], k and v [T, K * D]: without values
+        these are the keys.
+        """
+        config = self.config
+        q, k, v = parts[0], parts[min(1, len(parts) - 1)], parts[-1]
         squares = self._mean_squares(q, k) if self.norms_are_cut else (None, None)
         q = self._turned(q, self.q_norm, inputs, squares[0])
         if config.query_scaling is not None:
@@ -197,7 +212,7 @@ class Attention(nnx.Module):
             q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         if self.shares_kv_of is not None:
             return q, *inputs.shared_kv[self.shares_kv_of]
-        v = (k if config.values_are_keys else v).reshape(-1, kv_heads, config.head_dim)
+        v = v.reshape(-1, config.num_kv_heads, config.head_dim)
         k = self._turned(k, self.k_norm, inputs, squares[1])
         return q, k, unit_mean_square(v, self.eps) if config.v_norm else v
 

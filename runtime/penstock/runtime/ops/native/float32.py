@@ -8,6 +8,8 @@ operands alone, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,8 @@ from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.norm import PLAIN, Plain
 
 BLOCK = 16
+MOST_PARTS = 3
+"""The most arrays that the outputs of a product can lie in."""
 _ABSENT = -1
 
 
@@ -48,20 +52,60 @@ def multiply(
     norm. offset: added to the norm's weights. num_rows int32 []: rows from this one on are padding, which
     costs nothing, and whose results are undefined.
     """
-    library.load()
     places = {"bias": bias_at, "norm": norm_at, "norm_bias": norm_bias_at}
-    result = jax.ShapeDtypeStruct((x.shape[0], tiles.shape[0] * BLOCK), jnp.float32)
-    call = jax.ffi.ffi_call("penstock_float32", result)
-    out: Array = call(
+    (out,) = _multiplied(
         x,
-        num_rows,
         tiles,
         vectors,
+        num_rows,
+        (tiles.shape[0] * BLOCK,),
         library.absent(jnp.float32) if residual is None else residual,
         plain=np.int32(PLAIN[plain]),
         normed=eps is not None,
         eps=np.float32(0.0 if eps is None else eps),
         offset=np.float32(offset),
-        **{name: np.int64(_ABSENT if place is None else place) for name, place in places.items()},
+        **{name: _place(at) for name, at in places.items()},
     )
     return out
+
+
+def multiply_apart(
+    x: Array, tiles: Array, vectors: Array, widths: Sequence[int], *, num_rows: Array, bias_at: int | None
+) -> Sequence[Array]:
+    """Compute x W^T + bias like `multiply`, with the outputs in up to `MOST_PARTS` arrays: float32
+    [T, width], of which the widths are multiples of 16 and add up to N.
+    """
+    return _multiplied(
+        x,
+        tiles,
+        vectors,
+        num_rows,
+        widths,
+        library.absent(jnp.float32),
+        plain=np.int32(PLAIN[None]),
+        normed=False,
+        eps=np.float32(0.0),
+        offset=np.float32(0.0),
+        bias=_place(bias_at),
+        norm=_place(None),
+        norm_bias=_place(None),
+    )
+
+
+def _multiplied(
+    x: Array,
+    tiles: Array,
+    vectors: Array,
+    num_rows: Array,
+    widths: Sequence[int],
+    residual: Array,
+    **attributes: np.generic | bool,
+) -> Sequence[Array]:
+    library.load()
+    results = [jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32) for width in widths]
+    call = jax.ffi.ffi_call("penstock_float32", results)
+    return call(x, num_rows, tiles, vectors, residual, **attributes)
+
+
+def _place(at: int | None) -> np.int64:
+    return np.int64(_ABSENT if at is None else at)

@@ -21,23 +21,40 @@ constexpr int64_t kNumbersPerCall = 1 << 15;  // of the norm
 
 // x float32 [T, K]; num_rows int32 []: rows from this one on are padding, and are not written; tiles float32
 // [N / 16, any], which hold a packed weight; vectors float32 [any], in which bias, norm and norm_bias are the N values
-// from these places on, or are absent where a place is negative; residual float32 [T, N] or [0].
+// from these places on, or are absent where a place is negative; residual float32 [T, N] or [0]. The results are
+// float32 [T, n], of which the n add up to N.
 ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> num_rows,
                    ffi::Buffer<ffi::F32> tiles, ffi::Buffer<ffi::F32> vectors, ffi::Buffer<ffi::F32> residual,
-                   ffi::Result<ffi::Buffer<ffi::F32>> y, int32_t plain, bool normed, float eps, float offset,
-                   int64_t bias, int64_t norm, int64_t norm_bias) {
+                   ffi::RemainingRets results, int32_t plain, bool normed, float eps, float offset, int64_t bias,
+                   int64_t norm, int64_t norm_bias) {
   const auto found = ForCurrentIsa(Float32Avx2, Float32Avx512, Float32Avx512, Float32Amx);
   if (!found) {
     return ffi::Error::Internal("no kernel for this processor");
   }
   const Float32Kernel& kernel = found();
-  if (x.dimensions().size() != 2 || y->dimensions().size() != 2) {
-    return ffi::Error::InvalidArgument("x and y are matrices");
+  if (x.dimensions().size() != 2 || results.size() == 0 || results.size() > kMostParts) {
+    return ffi::Error::InvalidArgument("x is a matrix, and the outputs are no more arrays than there may be");
   }
-  const int64_t most = x.dimensions()[0], k = x.dimensions()[1], n = y->dimensions()[1];
+  const int64_t most = x.dimensions()[0], k = x.dimensions()[1];
   const auto sizes = [](const auto& buffer) { return static_cast<int64_t>(buffer.element_count()); };
-  if (k % 16 != 0 || n % 16 != 0 || sizes(tiles) != n * k || y->dimensions()[0] != most) {
-    return ffi::Error::InvalidArgument("inputs and outputs are multiples of 16, and the weight has all of them");
+  Float32Job job{};
+  int64_t n = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto result = results.get<ffi::Buffer<ffi::F32>>(i);
+    if (!result.has_value() || (*result)->dimensions().size() != 2 || (*result)->dimensions()[0] != most) {
+      return ffi::Error::InvalidArgument("each output is a float32 matrix with the rows of x");
+    }
+    job.parts[i] = Float32Part{(*result)->typed_data(), n, (*result)->dimensions()[1]};
+    if (job.parts[i].n % 16 != 0) {
+      return ffi::Error::InvalidArgument("outputs are multiples of 16");
+    }
+    n += job.parts[i].n;
+  }
+  if (k % 16 != 0 || sizes(tiles) != n * k) {
+    return ffi::Error::InvalidArgument("inputs are multiples of 16, and the weight has all of them and all outputs");
+  }
+  if (results.size() > 1 && (normed || sizes(residual) != 0)) {
+    return ffi::Error::InvalidArgument("outputs in several arrays have neither a residual nor a norm");
   }
   if (sizes(residual) != 0 && sizes(residual) != most * n) {
     return ffi::Error::InvalidArgument("the residual is like y");
@@ -48,12 +65,10 @@ ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ff
     }
   }
   const auto vector_at = [&](int64_t place) { return place < 0 ? nullptr : From<float>(vectors, place); };
-  Float32Job job{};
   job.x = x.typed_data();
   job.weight = tiles.typed_data();
   job.bias = vector_at(bias);
   job.residual = From<float>(residual, 0);
-  job.y = y->typed_data();
   job.k = k;
   job.n = n;
   job.plain = static_cast<Plain>(plain);
@@ -107,7 +122,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_float3
                              .Arg<F32>()
                              .Arg<F32>()
                              .Arg<F32>()
-                             .Ret<F32>()
+                             .RemainingRets()
                              .Attr<int32_t>("plain")
                              .Attr<bool>("normed")
                              .Attr<float>("eps")

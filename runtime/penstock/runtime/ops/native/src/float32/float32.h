@@ -10,6 +10,16 @@
 
 namespace penstock {
 
+// The most arrays that the outputs lie in.
+constexpr int kMostParts = 3;
+
+// Some of the outputs, in an array of their own.
+struct Float32Part {
+  float* y;       // [rows, n]
+  int64_t begin;  // the first of them
+  int64_t n;      // how many, a multiple of 16
+};
+
 // y = norm(residual + plain(x W^T + bias)), all in float32. Each output is one chain of products in ascending order of
 // inputs, whatever the number of rows, so its bits depend on its own row alone.
 struct Float32Job {
@@ -17,11 +27,11 @@ struct Float32Job {
   const float* weight;    // packed
   const char* pieces;     // of the weight, which the kernel has divided; or null
   const float* bias;      // [n], or null
-  const float* residual;  // [rows, n], or null
-  float* y;               // [rows, n]
-  int64_t k, n;           // multiples of 16
+  const float* residual;  // [rows, n], or null; with one part only
+  Float32Part parts[kMostParts];
+  int64_t k, n;  // multiples of 16
   Plain plain;
-  bool normed;             // whether a layer norm follows, over the n outputs of a row
+  bool normed;             // whether a layer norm follows, over the n outputs of a row; with one part only
   const float* norm;       // [n], or null: not multiplied
   const float* norm_bias;  // [n], or null: not added
   float eps, offset;       // offset is added to norm

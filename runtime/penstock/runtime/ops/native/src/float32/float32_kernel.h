@@ -65,20 +65,28 @@ void AnyPanel(int64_t rows, const float* x, const float* blocks, int64_t k, floa
 template <int B>
 inline void FinishPanel(const Float32Job& job, int64_t row, int64_t rows, int64_t block, const float* sums) {
   Lanes bias[B];
+  float* y[B];
+  int64_t stride[B];
   for (int b = 0; b < B; ++b) {
-    bias[b] = job.bias ? Load(job.bias + (block + b) * kLanes) : Fill(0.0f);
+    const int64_t output = (block + b) * kLanes;
+    bias[b] = job.bias ? Load(job.bias + output) : Fill(0.0f);
+    const Float32Part* part = job.parts;
+    while (output >= part->begin + part->n) {
+      ++part;
+    }
+    stride[b] = part->n;
+    y[b] = part->y + row * part->n + output - part->begin;
   }
   for (int64_t r = 0; r < rows; ++r) {
     for (int b = 0; b < B; ++b, sums += kLanes) {
-      const int64_t at = (row + r) * job.n + (block + b) * kLanes;
       Lanes value = Add(Load(sums), bias[b]);
       if (job.plain != Plain::kNone) {
         value = Activate(job.plain, value);
       }
       if (job.residual) {
-        value = Add(Load(job.residual + at), value);
+        value = Add(Load(job.residual + (row + r) * job.n + (block + b) * kLanes), value);
       }
-      Store(job.y + at, value);
+      Store(y[b] + r * stride[b], value);
     }
   }
 }
@@ -115,7 +123,7 @@ inline void MultiplyRows(const Float32Job& job, int64_t row, int64_t rows, int64
 // Layer norm (Ba et al. 2016) of rows of y, in place.
 inline void NormalizeRows(const Float32Job& job, int64_t row, int64_t rows) {
   const Lanes offset = Fill(job.offset);
-  for (float* y = job.y + row * job.n; rows > 0; --rows, y += job.n) {
+  for (float* y = job.parts[0].y + row * job.n; rows > 0; --rows, y += job.n) {
     Lanes total = Fill(0.0f), squares = Fill(0.0f);
     for (int64_t i = 0; i < job.n; i += kLanes) {
       total = Add(total, Load(y + i));
