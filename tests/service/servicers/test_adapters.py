@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -64,7 +65,9 @@ async def pin(rig: Rig, name: str, *, pinned: bool, call: Any = None) -> adapter
 
 async def test_a_pushed_adapter_is_what_was_sent() -> None:
     async with serving(with_adapters()) as rig:
+        began_s = time.monotonic()
         reply = await push(rig, [begin(pinned=True), *chunks(), commit()])
+        assert 0 < reply.loaded_in.ToNanoseconds() / 1e9 < time.monotonic() - began_s
         listed = await rig.control.ListAdapters(adapters_pb2.ListAdaptersRequest())
     (taken,) = rig.engine.adapter_reader.read_from
     assert isinstance(taken, AdapterTensors)
