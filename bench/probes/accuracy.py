@@ -3,18 +3,19 @@ against float32 on the same text.
 
     python -m bench.probes.accuracy --model demo
     python -m bench.probes.accuracy --model ./gemma-3-270m --topics --quantised ./gemma-3-270m-int4
+    python -m bench.probes.accuracy --model ./gemma-3-270m-Q4_K_M.gguf --topics
 
 The text is sampled from the float32 model at temperature 1, from short prompts; or with --topics it is the
 reference of the Python language, by which `penstock quantize` judges, too. Each format scores every position:
 how often its likeliest token is float32's, the mean KL(float32 || format) in nats, and the perplexity of the
-text. It reads the text in one step, in which tokens attend to the cache as in every other.
+text. It reads the text in one step, in which tokens attend to the cache as in every other. A model may be a
+GGUF file or another whose weights are codes; float32 means the values of these codes then.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,17 +27,16 @@ from numpy.typing import NDArray
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.execution.backend import Backend, choose_backend
-from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.loading.checkpoint import load_leaves
 from penstock.runtime.loading.hub import resolve_model
-from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
+from penstock.runtime.loading.served_model import CheckpointFacts, read_checkpoint
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.params import bind, load_rules, state_to_leaves
+from penstock.runtime.models.params import bind, leaf_shapes, load_rules
 from penstock.runtime.ops.attention import make_meta
 from penstock.runtime.ops.cache_spec import cache_dtype
 from penstock.runtime.quantising.texts import JUDGED_TOKENS, JUDGED_WINDOWS, judging_text, windows
 from penstock.runtime.requests.request import StoppingParams
 from penstock.runtime.requests.sampling import SamplingParams
-from penstock.runtime.text.codec import TextCodec
 
 PROMPTS = ("Once upon a time", "The little", "What is 3 + 4?", "Tell me about", "Hello", "In the morning")
 LENGTH = 128
@@ -52,8 +52,15 @@ class Format(NamedTuple):
     dtype: str
     linear: LinearFormat
     kv_cache_dtype: str = "auto"
-    directory: Path | None = None
+    path: Path | None = None
     """The checkpoint, if it is not the model's own."""
+
+
+def read(path: Path, backend: Backend, length: int | None = None) -> CheckpointFacts:
+    """Read all that the files of a model in bfloat16 say, but for the values of its weights. length: tokens
+    of its context; None: as many as it can take.
+    """
+    return read_checkpoint(path, EngineConfig(dtype="bfloat16", max_model_len=length), backend)
 
 
 def sample_texts(model: str, per_prompt: int) -> NDArray[np.int32]:
@@ -81,9 +88,12 @@ class Scorer:
 
     def __init__(self, model: Path, tried: Format, backend: Backend, length: int) -> None:
         """length: tokens of each text."""
-        directory, dtype, linear = tried.directory or model, tried.dtype, tried.linear
-        config = load_config(directory).for_context(length)
-        self._leaves = state_to_leaves(load_weights(directory, config, dtype, linear=linear, progress=False))
+        path, dtype, linear = tried.path or model, tried.dtype, tried.linear
+        facts = read(path, backend, length)
+        config = facts.config
+        rules, shapes = load_rules(config, dtype, linear), leaf_shapes(config, dtype, linear)
+        leaves = load_leaves(path, rules, facts.tensors, shapes, progress=False)
+        self._leaves = tuple(leaves[each] for each in shapes)
         pages = -(-length // PAGE)
         kept = backend.kv_storage_dtype(cache_dtype(tried.kv_cache_dtype, np.dtype(dtype)))
         arrays = config.cache.arrays([pages] * len(config.cache.windows), PAGE, 1, kept)
@@ -145,15 +155,13 @@ def figures(exact: Scorer, tried: Scorer, texts: NDArray[np.int32]) -> NDArray[n
     return means
 
 
-def formats(backend: Backend, quantised: Sequence[Path]) -> dict[str, Format]:
+def formats(model: Path, backend: Backend, quantised: Sequence[Path]) -> dict[str, Format]:
     """Return the formats by their names in the table."""
     bfloat16: np.dtype[Any] = np.dtype(jnp.bfloat16)
     plain, int8, int4 = (backend.linear_format(bfloat16, name) for name in ("none", "int8", "int4"))
-
-    def kept(directory: Path) -> LinearFormat:
-        rules = partial(load_rules, load_config(directory), bfloat16)
-        return format_for(plain, find_weights(directory), rules)
-
+    in_codes = {path: read(path, backend).linear for path in (model, *quantised)}
+    if not in_codes[model].kept:
+        del in_codes[model]
     return {
         "float32 | float32": Format("float32", LinearFormat()),
         "float32 | int8": Format("float32", LinearFormat(), "int8"),
@@ -163,8 +171,8 @@ def formats(backend: Backend, quantised: Sequence[Path]) -> dict[str, Format]:
         "int8 | int8": Format("bfloat16", int8, "int8"),
         "int4 | bfloat16": Format("bfloat16", int4),
     } | {
-        f"{directory.name} | bfloat16": Format("bfloat16", kept(directory), directory=directory)
-        for directory in quantised
+        f"codes of {path.name} | bfloat16": Format("bfloat16", linear, path=path)
+        for path, linear in in_codes.items()
     }
 
 
@@ -172,7 +180,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.probes.accuracy", description="Accuracy of the formats of weights and KV cache."
     )
-    parser.add_argument("--model", default="demo", help='"demo" or a checkpoint; default: %(default)s')
+    parser.add_argument(
+        "--model", default="demo", help='"demo", a checkpoint or a GGUF file; default: %(default)s'
+    )
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="per prompt; default: %(default)s")
     parser.add_argument(
         "--topics", action="store_true", help="score the Python language's reference, and no sampled texts"
@@ -182,27 +192,28 @@ def main() -> int:
         type=Path,
         action="append",
         default=[],
-        metavar="DIR",
-        help="a folder that `penstock quantize` has made of the model; may be repeated",
+        metavar="PATH",
+        help="a folder that `penstock quantize` has made of the model, or a GGUF file of it; may be repeated",
     )
     args = parser.parse_args()
-    directory = resolve_model(args.model)
+    model, backend = resolve_model(args.model), choose_backend(EngineConfig(), jax.devices("cpu")[0])
     if args.topics:
-        codec = TextCodec.from_pretrained(directory)
-        size = min(JUDGED_TOKENS, load_config(directory).max_position_embeddings)
-        texts = windows(codec, judging_text(), count=JUDGED_WINDOWS, num_tokens=size)
+        facts = read(model, backend)
+        if facts.text is None:
+            raise SystemExit(f"{model} has no tokenizer, which --topics needs")
+        size = min(JUDGED_TOKENS, facts.max_length)
+        texts = windows(facts.text, judging_text(), count=JUDGED_WINDOWS, num_tokens=size)
     else:
         texts = sample_texts(args.model, args.texts)
-    backend = choose_backend(EngineConfig(), jax.devices("cpu")[0])
     length = texts.shape[1]
-    tried = formats(backend, args.quantised)
+    tried = formats(model, backend, args.quantised)
     reference = Format("float32", LinearFormat())
-    exact = Scorer(directory, reference, backend, length)
+    exact = Scorer(model, reference, backend, length)
     print(f"{texts[:, 1:].size} positions of {len(texts)} texts\n")
     print("| weights | KV cache | likeliest token as float32's | KL, nats | perplexity |")
     print("|---|---|---:|---:|---:|", flush=True)
     for name, each in tried.items():
-        scorer = exact if each == reference else Scorer(directory, each, backend, length)
+        scorer = exact if each == reference else Scorer(model, each, backend, length)
         same, divergence, surprise = figures(exact, scorer, texts)
         print(f"| {name} | {same:.2%} | {divergence:.5f} | {np.exp(surprise):.3f} |", flush=True)
     return 0
