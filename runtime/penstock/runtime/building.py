@@ -38,6 +38,7 @@ from penstock.runtime.execution.device_state import DeviceState, holds_for_atten
 from penstock.runtime.execution.images import encode_buckets
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
 from penstock.runtime.execution.pipeline import PipelineRunner
+from penstock.runtime.execution.program_store import Ahead
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.following.interface import DispatchLog
@@ -99,10 +100,11 @@ def build(
     options: EngineConfig,
     backend: Backend | None = None,
     log_of_calls: DispatchLog | None = None,
+    ahead: Ahead | None = None,
 ) -> EngineParts:
     """Size the KV cache and everything that depends on it, and make the parts. ConfigError if the options
     cannot be met. `backend` None: the backend of the devices that hold the model's weights. `log_of_calls`:
-    takes the runner's calls, for followers.
+    takes the runner's calls, for followers. `ahead`: reads programs meanwhile.
     """
     if backend is None:
         found = {device for leaf in jax.tree.leaves(model.weights) for device in leaf.devices()}
@@ -138,7 +140,9 @@ def build(
     use_compilation_cache(config.compilation_cache)
     groups = largest_groups(model.caches, config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
-    shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
+    shapes = dataclasses.replace(
+        shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots, ahead=ahead
+    )
     if log_of_calls is None and _windows_read_text(model, config, backend):
         assert config.max_proposed_tokens is not None, "it has a number where tokens are proposed"
         text_guesses = min(config.max_proposed_tokens, CHECKED_ROWS - 1)

@@ -30,6 +30,7 @@ from penstock.runtime.errors import ConfigError, InvalidRequest, PenstockError, 
 from penstock.runtime.execution import compiled_set
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
+from penstock.runtime.execution.program_store import Ahead
 from penstock.runtime.following.interface import DispatchLog, Lead
 from penstock.runtime.following.joining import joined
 from penstock.runtime.following.sharing import sharing
@@ -202,6 +203,7 @@ class Engine(EngineCore):
         observer: Observer | None = None,
         sampling_params_callback: SamplingCallback | None = None,
         log_of_calls: DispatchLog | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """Make all parts of the engine; programs are compiled by `start`. ConfigError where the options
         cannot be met.
@@ -210,9 +212,10 @@ class Engine(EngineCore):
         `observer` sees every step. `sampling_params_callback` sees every request before it is queued, in the
         caller's thread, and returns the sampling it is to have; it must be quick. What it returns is checked
         as a caller's own would be, and an error that it raises is the caller's answer. `log_of_calls` takes
-        the runner's calls, for followers; None: there are none.
+        the runner's calls, for followers; None: there are none. `ahead` reads programs, which may be those of
+        this engine.
         """
-        parts = build(model, config, backend, log_of_calls)
+        parts = build(model, config, backend, log_of_calls, ahead)
         self.config: ResolvedConfig = parts.config
         self.info: ModelInfo = parts.info
         self.images: ImageReader | None = parts.images
@@ -290,6 +293,9 @@ class Engine(EngineCore):
         else:
             devices = joined(model, config, lead.options, lead.log.meet)
         backend = choose_backend(config, *devices)
+        folder, ahead = config.compilation_cache, None
+        if folder is not None and len(devices) == 1:
+            ahead = Ahead(folder, f"{model} {config}", list(backend.mesh.devices.flat))
         return cls(
             load_model(model, config, backend),
             config,
@@ -297,6 +303,7 @@ class Engine(EngineCore):
             observer=observer,
             sampling_params_callback=sampling_params_callback,
             log_of_calls=None if lead is None else lead.log,
+            ahead=ahead,
         )
 
     # -- life --

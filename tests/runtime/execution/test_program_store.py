@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime.execution import program_store
-from penstock.runtime.execution.program_store import Fresh, Kept, load, save
+from penstock.runtime.execution.program_store import Ahead, Fresh, Kept, load, save
 from tests.support.goldens import GOLDEN
 
 DEVICES = jax.devices("cpu")[:1]
@@ -60,6 +60,33 @@ def test_kept_programs_compute_the_same(tmp_path: Path) -> None:
         assert isinstance(made, Sums)
         jax.tree.map(np.testing.assert_array_equal, made, expected)
     assert load(tmp_path, "other", DEVICES) == Kept({}, {})
+
+
+def test_programs_of_the_start_before_are_read_ahead(tmp_path: Path) -> None:
+    """Nothing is read a second time, because the file is gone; and another key's programs are not taken."""
+    one, two = compiled(2.5), compiled(3.5)
+    for key, program in (("one", one), ("two", two)):
+        save(tmp_path, key, Kept({}, {}), {"program": program})
+    for key, expected in (("one", one), ("two", two)):
+        first = Ahead(tmp_path, "a start", DEVICES)
+        assert first.take(tmp_path, key, DEVICES) is None  # it notes what there is to read
+        ahead = Ahead(tmp_path, "a start", DEVICES)
+        ahead._thread.join()
+        assert Ahead(tmp_path, "another start", DEVICES).take(tmp_path, "three", DEVICES) is None
+        (tmp_path / f"programs-{key}").unlink()
+        found = load(tmp_path, key, DEVICES, ahead).programs["program"]
+        jax.tree.map(np.testing.assert_array_equal, computed(found), computed(expected))
+        assert load(tmp_path, key, DEVICES, ahead) == Kept({}, {})  # they are held once
+
+
+def test_a_damaged_file_is_told_where_it_was_read_ahead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "programs-key").write_bytes(b"no pickle")
+    Ahead(tmp_path, "a start", DEVICES).take(tmp_path, "key", DEVICES)
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path, "key", DEVICES, Ahead(tmp_path, "a start", DEVICES)) == Kept({}, {})
+    assert "cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["models/one.py", "ops/native/src/one.cc", "ops/native/src/one.h"])

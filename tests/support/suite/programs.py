@@ -36,7 +36,7 @@ def compiled_for(builder: ProgramBuilder) -> Hashable:
     """
     device: Any = builder.rebuild.__self__  # type: ignore[attr-defined] # a method of DeviceState
     return (
-        dataclasses.replace(builder.config, show_progress=False, program_folder=None),
+        dataclasses.replace(builder.config, show_progress=False, program_folder=None, ahead=None),
         device._graphdef,
         device._weights_tree,
         _shapes((builder.weights, builder.state, builder.kv, builder.pool, builder.draft_weights)),

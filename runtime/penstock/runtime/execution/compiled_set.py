@@ -57,7 +57,7 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _OWN_SETTINGS = ("jax_platforms", "jax_num_cpu_devices", "jax_enable_compilation_cache")
 _CACHE_SETTINGS = ("jax_compilation_cache_", "jax_persistent_cache_")
 """Settings of JAX that say where it looks for devices and what it keeps; programs are the same with any."""
-_OWN_OPTIONS = ("compiled", "program_folder", "show_progress", "threads")
+_OWN_OPTIONS = ("ahead", "compiled", "program_folder", "show_progress", "threads")
 """Fields of a runner's configuration that no program depends on."""
 _OF_BACKEND = (
     "attention",

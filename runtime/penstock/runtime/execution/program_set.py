@@ -229,7 +229,7 @@ class ProgramBuilder:
         folder, key = self.config.program_folder, self._key()
         if folder is None or key is None:
             return compile_them(jobs)
-        kept = program_store.load(folder, key, list(self.backend.mesh.devices.flat))
+        kept = program_store.load(folder, key, list(self.backend.mesh.devices.flat), self.config.ahead)
         left = {name: job for name, job in jobs.items() if name not in kept.programs}
         if not left:
             return kept.programs
@@ -246,7 +246,9 @@ class ProgramBuilder:
         config = self.config
         if config.program_folder is None or config.vision is not None or not self.backend.keeps_programs:
             return None
-        config = dataclasses.replace(config, show_progress=False, program_folder=None, compiled=None)
+        config = dataclasses.replace(
+            config, show_progress=False, program_folder=None, ahead=None, compiled=None
+        )
         devices = tuple((device.id, device.process_index) for device in self.backend.mesh.devices.flat)
         # JAX's cache is written by the first process of a group alone, so each has its own programs here.
         place = (self.sharding, devices, jax.process_index())

@@ -105,14 +105,47 @@ class Fresh:
             self._hits[threading.get_ident()] += 1
 
 
-def load(folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept:
+class Ahead:
+    """Reads the programs that an earlier start of the same model has used, on a thread of its own, while this
+    start reads the model. That they are the right ones is a guess until `take` is told their key.
+    """
+
+    def __init__(self, folder: Path, start: str, devices: Sequence[jax.Device]) -> None:
+        """`start` tells apart starts that may need other programs; devices: those of the programs."""
+        self._note = folder / f"last-{hashlib.sha256(start.encode()).hexdigest()}"
+        self._folder, self._devices = folder, list(devices)
+        self._key: str | None = None
+        self._kept: Kept | None = None
+        self._thread = threading.Thread(target=self._read, name="penstock-programs")
+        self._thread.start()
+
+    def _read(self) -> None:
+        # Whatever is wrong, `load` meets it again, and tells it.
+        with contextlib.suppress(Exception):
+            self._key = self._note.read_text()
+            self._kept = _read(_file(self._folder, self._key), self._devices)
+
+    def take(self, folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept | None:
+        """Wait until the programs are read, and return them, once; None if they are others than those of this
+        key, which are then noted for the next start.
+        """
+        self._thread.join()
+        kept, self._kept = self._kept, None
+        if (folder, key, list(devices)) == (self._folder, self._key, self._devices):
+            return kept
+        with contextlib.suppress(OSError):  # the folder may be one that can only be read
+            _write(self._note, key.encode())
+            _keep_latest(folder, "last-*")
+        return None
+
+
+def load(folder: Path, key: str, devices: Sequence[jax.Device], ahead: Ahead | None = None) -> Kept:
     """Load the programs that were kept under this key, for these devices; none if there is no file, or if it
-    cannot be read.
+    cannot be read. They may have been read `ahead`.
     """
     file, began = _file(folder, key), time.monotonic()
     try:
-        stored = pickle.loads(file.read_bytes())
-        programs = {name: from_stored(each, devices) for name, each in stored.items()}
+        kept = (None if ahead is None else ahead.take(folder, key, devices)) or _read(file, devices)
     except FileNotFoundError:
         return Kept({}, {})
     except Exception as error:  # noqa: BLE001 # it may be cut, or XLA may refuse it
@@ -120,8 +153,13 @@ def load(folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept:
         return Kept({}, {})
     with contextlib.suppress(OSError):
         os.utime(file)  # the folder may be one that can only be read
-    log.info("loaded %d compiled programs in %.1f s", len(programs), time.monotonic() - began)
-    return Kept(programs, stored)
+    log.info("loaded %d compiled programs in %.1f s", len(kept.programs), time.monotonic() - began)
+    return kept
+
+
+def _read(file: Path, devices: Sequence[jax.Device]) -> Kept:
+    stored = pickle.loads(file.read_bytes())
+    return Kept({name: from_stored(each, devices) for name, each in stored.items()}, stored)
 
 
 def save(folder: Path, key: str, kept: Kept, new: Mapping[Any, jax.stages.Compiled]) -> None:
@@ -131,11 +169,16 @@ def save(folder: Path, key: str, kept: Kept, new: Mapping[Any, jax.stages.Compil
     try:
         data = pickle.dumps({**kept.stored, **{name: to_stored(program) for name, program in new.items()}})
         _write(_file(folder, key), data)
-        files = sorted(folder.glob("programs-*"), key=lambda each: each.stat().st_mtime, reverse=True)
-        for old in files[MOST_FILES * jax.process_count() :]:
-            old.unlink(missing_ok=True)
+        _keep_latest(folder, "programs-*")
     except Exception as error:  # noqa: BLE001 # XLA may know programs that it cannot write
         log.info("the compiled programs are not kept as a whole: %s", error)
+
+
+def _keep_latest(folder: Path, names: str) -> None:
+    """Remove files of these names that were used longest ago, see `MOST_FILES`."""
+    files = sorted(folder.glob(names), key=lambda each: each.stat().st_mtime, reverse=True)
+    for old in files[MOST_FILES * jax.process_count() :]:
+        old.unlink(missing_ok=True)
 
 
 def _write(file: Path, data: bytes) -> None:

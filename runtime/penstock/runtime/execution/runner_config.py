@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
+from penstock.runtime.execution.program_store import Ahead
 from penstock.runtime.execution.step_buffer import Layout
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.machine.processors import available_processors
@@ -60,6 +61,8 @@ class RunnerConfig:
     show_progress: bool = True
     program_folder: Path | None = None
     """Where compiled programs are kept as a whole (`program_store`); None: nowhere."""
+    ahead: Ahead | None = None
+    """What reads them before it is known which they are; None: nobody does."""
     compiled: Path | None = None
     """The folder of programs that another machine compiled (`compiled_set`); None: there is none."""
     max_adapters: int = 0
