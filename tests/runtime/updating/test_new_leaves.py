@@ -71,7 +71,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
 def test_leaves_are_placed_when_they_are_complete_or_when_they_go_live(
     engine: Engine, tensors: Arrays, placed: Placed, staging: Staging
 ) -> None:
-    new = changed(tensors)
+    new, before = changed(tensors), bits(engine)
     gate = at_gate(engine, tokens=8)
     num_live = len(jax.live_arrays())
     upload = begun(engine, new, staging=staging)
@@ -88,6 +88,7 @@ def test_leaves_are_placed_when_they_are_complete_or_when_they_go_live(
         sizes = {path: leaf.nbytes for path, leaf in engine.updater._device.leaves_by_path.items()}
         assert [sizes[path] for path in placed] == sorted(sizes.values(), reverse=True)
     found, answer = bits(engine), tokens(engine)
+    assert found != before
     engine.update_weights(new, label="by another way").result(60)
     assert (bits(engine), tokens(engine)) == (found, answer)
 
