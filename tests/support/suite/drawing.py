@@ -43,6 +43,7 @@ MIRRORED = {
     "tools": "tests/tools",
     "tests": "tests",
     "tests/golden/encoders": "tests/runtime/models/test_encoders.py",
+    "tests/golden/int4": "tests/runtime/models/test_int4_golden.py",
     "tests/golden/lora": "tests/runtime/adapters",
     "pyproject.toml": "tests/packages",
     "constraints.txt": "tests/packages",
