@@ -37,8 +37,6 @@ NOT_IN_4_BITS = {
 
 
 LACKING = (
-    "gemma4",
-    "granite_hybrid",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
@@ -47,15 +45,9 @@ LACKING = (
     "falcon_h1",
     "granite_moe",
     "granite_moe_shared",
-    "hunyuan_dense",
     "hunyuan_moe",
     "mamba2",
-    "mpt",
-    "nemotron",
     "nemotron_h",
-    "olmo",
-    "olmoe",
-    "opt",
     "phi",
     "phimoe",
     "stablelm",
