@@ -358,6 +358,8 @@ def test_a_process_of_a_group_has_the_stage_whose_devices_are_its_own(
     backend = choose_backend(options, *cast("Any", four))
     assert (backend.own_stage, backend.mesh.devices.tolist()) == (1, four[2:])
     assert backend.of_stage(1).own_stage is None
+    of_one = [Accelerator(None, id=i) for i in range(4)]
+    assert choose_backend(options, *cast("Any", of_one)).own_stage is None
     found = backend.memory()
     assert found is not None
     assert found.limit_bytes == 1

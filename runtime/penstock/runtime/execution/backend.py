@@ -241,9 +241,12 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
 
 def _own_stage(firsts: Sequence[jax.Device]) -> int | None:
     """See `Backend.own_stage`. `firsts`: the first device of each stage."""
-    if len(firsts) == 1 or jax.process_count() == 1:  # devices that are not here may name other processes
+    processes = [device.process_index for device in firsts]
+    # One process has all stages, also of a program that is one of several processes of JAX's. And devices
+    # that are not here may name processes that are not there.
+    if len(set(processes)) == 1 or jax.process_count() == 1:
         return None
-    return [device.process_index for device in firsts].index(jax.process_index())
+    return processes.index(jax.process_index())
 
 
 def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: DeviceMemory | None) -> Backend:
