@@ -38,6 +38,7 @@ async def test_answers_equal_those_of_pytorch_on_the_dequantised_weights(name: s
             "ct_w4a16_asym_g64",
             "gptq_8bit_channel",
             "ct_w8a8_int8",
+            "mlx_4bit_g64",
             "ct_mxfp4a16",
             "ct_fp8_block",
         ],

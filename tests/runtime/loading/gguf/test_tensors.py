@@ -17,6 +17,7 @@ from penstock.runtime.loading.gguf import tensors
 from penstock.runtime.loading.gguf.file import TensorInfo, read_gguf
 from penstock.runtime.loading.gguf.model import GgufModel, read_model
 from penstock.runtime.loading.quantised.checkpoint import format_for
+from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.layers.attention import Attention
 from penstock.runtime.models.linear import LinearFormat, project_float32
@@ -198,6 +199,26 @@ def test_a_model_keeps_its_codes_where_the_kernels_compute(tmp_path: Path, kind:
     )
 
 
+def _values(leaf: np.ndarray) -> np.ndarray:
+    """Return what a leaf of a product of 256 inputs holds."""
+    if leaf.dtype != np.uint8:
+        return unpack(leaf).astype(np.float32)
+    return np.asarray(dequantised(jnp.asarray(leaf), 256, jnp.dtype(jnp.float32)))
+
+
+def _of_package(file: Path, kinds: Mapping[str, str]) -> list[np.ndarray]:
+    """Return what the package makes of the first layer's q, k and v, of these kinds."""
+    package = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    found = []
+    for part, kind in kinds.items():
+        tensor = package[f"blk.0.{part}.weight"]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if part != "attn_v":  # llama.cpp has the two channels of a rotated pair side by side
+            values = values.reshape(-1, 16, 2, 256).swapaxes(1, 2).reshape(-1, 256)
+        found.append(values.astype(jnp.bfloat16).astype(np.float32) if kind == "F16" else values)
+    return found
+
+
 @pytest.mark.parametrize(
     ("kinds", "leaves"),
     [
@@ -229,22 +250,9 @@ def test_q_k_and_v_keep_codes_of_different_kinds(
     for rule in rules(linear).rules:
         if rule.targets[0].path[: len(layer)] == layer:
             rule.fill(made, model.tensors, 0, rule.num_rows)
-    found = {
-        name: unpack(made[*layer, name]).astype(np.float32)
-        if form is None
-        else np.asarray(dequantised(jnp.asarray(made[*layer, name]), 256, jnp.dtype(jnp.float32)))
-        for name, form in leaves.items()
-    }
-    package = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
-    expected = []
-    for part, kind in of_parts.items():
-        tensor = package[f"blk.0.{part}.weight"]
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if part != "attn_v":  # llama.cpp has the two channels of a rotated pair side by side
-            values = values.reshape(-1, 16, 2, 256).swapaxes(1, 2).reshape(-1, 256)
-        expected.append(values.astype(jnp.bfloat16).astype(np.float32) if kind == "F16" else values)
-    weight = np.concatenate(expected)
-    np.testing.assert_array_equal(np.concatenate([found[name] for name in leaves]), weight)
+    found = [_values(made[*layer, name]) for name in leaves]
+    weight = np.concatenate(_of_package(tmp_path / "m.gguf", of_parts))
+    np.testing.assert_array_equal(np.concatenate(found), weight)
     if library.available():
         bound = bind(model.config, [jnp.asarray(leaf) for leaf in made.values()], "bfloat16", linear)
         x = _RNG.standard_normal((5, 256)).astype(jnp.bfloat16)
@@ -254,3 +262,22 @@ def test_q_k_and_v_keep_codes_of_different_kinds(
         wanted = x.astype(np.float64) @ weight.T.astype(np.float64)
         for outputs in (slice(0, 256), slice(256, 320), slice(320, 384)):
             assert np.abs(got[:, outputs] - wanted[:, outputs]).max() <= 0.08 * wanted[:, outputs].std()
+
+
+@pytest.mark.ci
+def test_each_device_has_its_rows_of_codes_of_different_kinds(tmp_path: Path) -> None:
+    kinds = {"attn_q": "Q4_1", "attn_k": "F16", "attn_v": "Q8_0"}
+    model, devices = _llama(tmp_path, "Q8_0", kinds), 2
+    config = cut(model.config, devices)
+    linear = format_for(LinearFormat(packed=True), model.tensors, partial(load_rules, config, "bfloat16"))
+    layer = ("layers", 0, "self_attn", "qkv_proj")
+    shapes = leaf_shapes(config, "bfloat16", linear)
+    made = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items() if path[:4] == layer}
+    assert sorted(path[-1] for path in made) == ["k_proj", "q_proj", "v_proj"]
+    for rule in load_rules(config, "bfloat16", linear).rules:
+        if rule.targets[0].path in made:
+            rule.fill(made, model.tensors, 0, rule.num_rows)
+    for name, whole in zip(
+        ("q_proj", "k_proj", "v_proj"), _of_package(tmp_path / "m.gguf", kinds), strict=True
+    ):
+        np.testing.assert_array_equal(np.concatenate([_values(own) for own in made[*layer, name]]), whole)
