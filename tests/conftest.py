@@ -88,7 +88,7 @@ TOGETHER = (
     (f"{_ENGINE}/state/test_state_by_slot.py", f"{_ENGINE}/state/test_snapshots.py"),
     (f"{_ENGINE}/test_engine_sampling.py", f"{_ENGINE}/test_engine_constraints.py"),
     (f"{_ENGINE}/test_speculation.py", f"{_ENGINE}/test_draft_model.py"),
-    tuple(f"{_WEIGHTS}/test_{name}.py" for name in ("policies", "across_an_update", "refused")),
+    (f"{_WEIGHTS}/test_policies.py", f"{_WEIGHTS}/test_across_an_update.py"),
     tuple(
         f"{_OUTSIDE}/test_{name}.py"
         for name in ("libraries", "schemathesis", "comply", "compatible_tester", "canary")

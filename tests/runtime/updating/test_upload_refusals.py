@@ -15,7 +15,7 @@ import pytest
 from penstock.runtime import Engine
 from penstock.runtime.errors import ChecksumMismatch, InvalidRequest, TensorsRefused
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
-from penstock.runtime.updating.interface import UpdateOutcome
+from penstock.runtime.updating.interface import Staging, UpdateOutcome
 from tests.support.updating import Arrays, begun, bits, changed, described, options, send, tokens
 
 UP, NORM, HEAD = "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"
@@ -214,15 +214,16 @@ def test_a_message_names_the_first_tensors_and_counts_the_rest() -> None:
     assert "and 290 more" in str(error)
 
 
+@pytest.mark.parametrize("staging", [Staging.HOST, Staging.DEVICE])
 def test_an_upload_that_ends_at_any_chunk_changes_nothing_and_holds_nothing(
-    engine: Engine, tensors: Arrays
+    engine: Engine, tensors: Arrays, staging: Staging
 ) -> None:
     before, answer = bits(engine), tokens(engine)
     new = changed(tensors)
     gc.collect()
     num_live = len(jax.live_arrays())
     for count in range(len(new) + 1):
-        upload = begun(engine, new, f"ends after {count}")
+        upload = begun(engine, new, f"ends after {count}", staging=staging)
         send(upload, new, range(count))
         if count < len(new):
             upload.write(count, 0, list(new.values())[count].tobytes()[:7])

@@ -356,16 +356,17 @@ async def cut_off(rig: Rig, sent: Sequence[bytes], num_whole: int, end: End) -> 
     """Send these bytes of an upload, wait until so many messages are taken, and end what is there by hand.
     The weights must stay as they are.
     """
-    events, generation = rig.engine.updater.events, rig.engine.weights.generation
-    begun, written = events.count("begin"), events.count("write")
+    events, options = rig.engine.updater.events, rig.engine.updater.options
+    generation, begun, written = rig.engine.weights.generation, len(options), events.count("write")
     async with Peer(rig.server.address) as peer:
         stream = await opened(peer, sent)
         if num_whole:
-            await until(lambda: events.count("begin") == begun + 1)
+            await until(lambda: len(options) == begun + 1)
             num_chunks = min(num_whole, len(WHOLE) - 1) - 1
             await until(lambda: events.count("write") == written + num_chunks)
         await end(peer, stream)
     await until(lambda: rig.server.admission.active(Kind.UPDATE) == 0)
+    await until(lambda: events.count("close") == len(options))  # before that the next one would be refused
     assert rig.engine.weights.generation == generation
 
 
