@@ -149,9 +149,12 @@ def main() -> None:
         "--capability", choices=[*FORMS], help="in the form for GPUs of this one (default: of the GPU here)"
     )
     args = parser.parse_args()
+    if args.what == "tokens" and (args.interpreted or args.capability):
+        parser.error("tokens: the engine chooses the form, so give neither --interpreted nor --capability")
     logging.basicConfig(level=logging.INFO)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    form = FORMS.get(args.capability or capability_of(wanted_device()), ON_HOPPER)
+    device = wanted_device()
+    form = FORMS.get(args.capability or capability_of(device), ON_HOPPER)
     how: dict[str, Any] = {"form": form, "interpreted": args.interpreted}
     result = Result()
     result.say("it was loading or compiling")
