@@ -36,31 +36,8 @@ NOT_IN_4_BITS = {
 """Matrices that stay in floats, or of heads and tables in 8 bits."""
 
 
-LACKING = (
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "apertus",
-    "bamba",
-    "falcon_h1",
-    "granite_moe",
-    "granite_moe_shared",
-    "hunyuan_moe",
-    "mamba2",
-    "nemotron_h",
-    "phi",
-    "phimoe",
-    "stablelm",
-    "stablelm_parallel",
-    "starcoder2",
-    "vaultgemma",
-)
-"""Goldens of which nothing is compared in int4 yet."""
-IN_INT4 = tuple(name for name in NAMES if name not in LACKING)
-
-
-def test_every_golden_but_these_has_one_in_int4() -> None:
-    assert sorted(IN_INT4) == sorted(file.stem for file in int4_goldens.FOLDER.glob("*.json"))
+def test_every_golden_has_one_in_int4() -> None:
+    assert sorted(NAMES) == sorted(file.stem for file in int4_goldens.FOLDER.glob("*.json"))
 
 
 def written(name: str, folder: Path) -> tuple[ModelConfig, list[dict[str, Any]]]:
@@ -70,7 +47,7 @@ def written(name: str, folder: Path) -> tuple[ModelConfig, list[dict[str, Any]]]
     return load_config(folder), golden["cases"]
 
 
-@pytest.mark.parametrize("name", few(IN_INT4, (), ci=("qwen3",)))
+@pytest.mark.parametrize("name", few(NAMES, (), ci=("qwen3",)))
 def test_int4_is_what_pytorch_computes(name: str, tmp_path: Path, make_sequence: Any) -> None:
     config, cases = written(name, tmp_path)
     shapes = params.leaf_shapes(config, linear=INT4)
