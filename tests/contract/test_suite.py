@@ -52,6 +52,13 @@ def test_one_run_in_seven_has_a_test_and_one_in_thirteen_compiles_a_file_as_user
     assert min(drawn.values()) > len(FILES) / OPTIMIZED_PARTS / 2
 
 
+@pytest.mark.parametrize("parts", [SWEEP_PARTS, FRONT_PARTS, OPTIMIZED_PARTS])
+def test_every_part_has_its_turn_where_each_push_has_equally_many_commits(parts: int) -> None:
+    """CI sees the last commit of a push alone."""
+    for commits in range(1, parts):
+        assert {commits * push % parts for push in range(parts)} == set(range(parts))
+
+
 def test_a_family_is_drawn_in_all_files_at_once_and_a_file_that_is_marked_as_a_whole() -> None:
     parts = {
         key(f"tests/{file}::test[{name}]", family=name).part(GOLDEN_NAMES)

@@ -28,6 +28,8 @@ from penstock.runtime.ops.codes import (
 )
 from tests.support.native.codes import nested, places, with_minima
 
+pytestmark = pytest.mark.ci
+
 
 def test_a_value_is_scale_times_code_less_zero_in_the_order_of_inputs() -> None:
     codes = Codes(

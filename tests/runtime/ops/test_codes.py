@@ -29,6 +29,8 @@ from penstock.runtime.ops.codes import (
 )
 from tests.support.native.codes import nested, places, small_floats, with_minima
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
 def test_bytes_lie_as_the_module_says(form: CodeForm) -> None:

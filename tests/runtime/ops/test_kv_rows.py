@@ -13,6 +13,8 @@ from hypothesis.extra import numpy as arrays
 from penstock.runtime.ops.kv_rows import dequantize_rows, kv_layer_shape, quantize_rows, spread, write_kv
 from tests.support.native.attention import dequantized, spreading
 
+pytestmark = pytest.mark.ci
+
 DIM = 8
 
 

@@ -62,7 +62,7 @@ def drawn_as(config: pytest.Config) -> list[str]:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("folders", [("servicers",), FOLDERS], ids=["servicers", "other folders"])
 def test_the_service_through_a_front_process(folders: tuple[str, ...], pytestconfig: pytest.Config) -> None:
-    """CI draws one in twenty-four of the tests of each file, and has all of a folder whose sources a commit
+    """CI draws one in twenty-three of the tests of each file, and has all of a folder whose sources a commit
     touches; of all folders if it touches the relay.
     """
     others = " and ".join(f"not {name}" for name in INSIDE)

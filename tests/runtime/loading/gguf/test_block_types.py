@@ -12,6 +12,8 @@ from tests.support.gguf_models import random_blocks
 
 import gguf  # isort: skip
 
+pytestmark = pytest.mark.ci
+
 _BLOCKS = 3000
 
 

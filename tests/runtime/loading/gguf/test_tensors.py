@@ -31,6 +31,8 @@ from tests.support.goldens import GOLDEN
 
 import gguf  # isort: skip
 
+pytestmark = pytest.mark.ci
+
 _RNG = np.random.default_rng(39)
 _SIZES = {
     "hidden_size": 256,

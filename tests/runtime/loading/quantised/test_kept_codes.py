@@ -28,6 +28,8 @@ from penstock.runtime.models.quantised import quantised
 from penstock.runtime.ops.codes import E2M1, E4M3, E4M3_BY_GROUP, CodeForm, dequantised
 from tests.support.goldens import QUANTISED
 
+pytestmark = pytest.mark.ci
+
 LEAF = ("layers", 0, "mlp", "gate_up_proj", "weight")
 DOWN = ("layers", 0, "mlp", "down_proj", "weight")
 TABLE = ("embed_tokens", "weight")
