@@ -445,6 +445,19 @@ def test_steps_take_turns_in_their_rows():
     assert shape(dispatch(scheduler)) == [("a", 4, 1), ("c", 4, 1)]
 
 
+def test_turns_are_evened_out_when_sequences_end():
+    """Otherwise the two that are left would be in one turn, and no step could begin while theirs runs."""
+    scheduler = make(num_turns=2, max_num_batched_tokens=16)
+    for name in ("a", "b", "c", "d"):
+        add(scheduler, name)
+    step(scheduler)  # all enter together; "a" and "c" are of one turn
+    for name in ("b", "d"):
+        scheduler.abort(name, "", 0)
+    one, other = dispatch(scheduler), dispatch(scheduler)
+    assert sorted(shape(one) + shape(other)) == [("a", 3, 1), ("c", 3, 1)]
+    assert len(one.rows) == len(other.rows) == 1
+
+
 def test_a_turn_without_rows_is_left_out():
     scheduler = make(num_turns=2, max_num_batched_tokens=4)
     add_prompt(scheduler, "a", 10)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, fields
 from typing import Any
@@ -314,13 +315,19 @@ class InTurns(Traffic):
 
     def check_fairness(self, plan: Plan, admit: bool, running: list[Tracked]) -> None:
         entered = {request.request_id for _, request in plan.new_requests}
-        turns = {row.slot % self.config.num_turns for row in plan.rows if row.request_id not in entered}
-        assert len(turns) <= 1
+        assert len({self.turn(row.request_id) for row in plan.rows if row.request_id not in entered}) <= 1
+        ran = [t.request.request_id for t in running if t.request.request_id not in entered]
+        sizes = Counter(map(self.turn, [*ran, *plan.preempted]))
+        assert max(sizes.values(), default=0) - min(map(sizes.__getitem__, range(self.config.num_turns))) <= 1
 
     def in_turn(self, plan: Plan, running: list[Tracked]) -> list[Tracked]:
-        count = self.config.num_turns
-        (turn,) = {row.slot % count for row in plan.rows if row.token_ids is None}
-        return [tracked for tracked in running if tracked.slot is not None and tracked.slot % count == turn]
+        (turn,) = {self.turn(row.request_id) for row in plan.rows if row.token_ids is None}
+        return [tracked for tracked in running if self.turn(tracked.request.request_id) == turn]
+
+    def turn(self, request_id: str) -> int:
+        found = self.scheduler.roster.find(request_id)
+        assert found is not None
+        return found.turn
 
     def check_turn(self, plan: Plan, apart_steps: int) -> None:
         """Rows under a constraint have no steps of their own, because there are no windows."""

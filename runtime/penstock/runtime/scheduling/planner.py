@@ -246,4 +246,4 @@ class Planner:
         running = self._roster.running
         if turn is None:
             return running[:]
-        return [seq for seq in running if seq.slot is not None and seq.slot % self._config.num_turns == turn]
+        return [seq for seq in running if seq.turn == turn]

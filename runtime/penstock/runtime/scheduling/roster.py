@@ -62,6 +62,7 @@ class Roster:
         self.preempted: list[LostPages] = []
         """The sequences that were preempted since somebody emptied this list, oldest first."""
         self._max_num_seqs = config.max_num_seqs
+        self._num_turns = config.num_turns
         self.has_state = config.has_state
         """See `SchedulerConfig.has_state`."""
         slots, features = config.max_num_seqs, config.feature_slots
@@ -182,7 +183,8 @@ class Roster:
         if self.snapshots is not None:
             is_whole = prefix.num_computed == self.groups.fork_start(seq)
             self.snapshots.enter(seq, prefix, for_forks=is_whole and self.has_forks(seq))
-        seq.slot, seq.prefill_until = slot, len(seq.token_ids)
+        sizes = self._turn_sizes()
+        seq.slot, seq.turn, seq.prefill_until = slot, sizes.index(min(sizes)), len(seq.token_ids)
         self.cache.begin(seq, prefix.num_pages)
         self.waiting.take(seq)
         if not seq.has_started:
@@ -190,6 +192,26 @@ class Roster:
         seq.status = Status.RUNNING
         insort(self.running, seq, key=rank_of)
         return slot
+
+    def even_out_turns(self) -> None:
+        """Move running sequences to other turns until no turn has two more than another one: of a turn with
+        most of them the last in rank, to one with fewest. Sequences end in any turn, and what is left would
+        otherwise have few rows in one step and many in the next.
+        """
+        sizes = self._turn_sizes()
+        while max(sizes) - min(sizes) > 1:
+            source, to = sizes.index(max(sizes)), sizes.index(min(sizes))
+            moved = next(seq for seq in reversed(self.running) if seq.turn == source)
+            moved.turn = to
+            sizes[source] -= 1
+            sizes[to] += 1
+
+    def _turn_sizes(self) -> list[int]:
+        """Count the running sequences of each turn."""
+        sizes = [0] * self._num_turns
+        for seq in self.running:
+            sizes[seq.turn] += 1
+        return sizes
 
     def _start(self, seq: Sequence) -> None:
         """Note that the first output of a request enters."""

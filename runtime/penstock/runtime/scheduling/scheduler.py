@@ -554,6 +554,8 @@ class Scheduler:
         self.roster.preempted.clear()
         if self._awaits_commit():
             return None
+        if self.config.num_turns > 1:
+            self.roster.even_out_turns()
         preempted: list[str] = []  # also by turns that have no row then
         while True:
             sat_out: list[Sequence] = []

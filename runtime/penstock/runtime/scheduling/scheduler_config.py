@@ -86,8 +86,9 @@ class SchedulerConfig:
     max_rows: int | None = None
     """Most rows of a step, where each proposed token counts as one; None: max_num_seqs."""
     num_turns: int = 1
-    """How many turns there are: slot s belongs to turn s % num_turns, and a step has the rows of one turn, so
-    that the next step depends on no token of it. A turn without rows is left out. 1: a step has all rows."""
+    """How many turns there are. Each running sequence belongs to one, and a step has the rows of one turn, so
+    that the next step depends on no token of it. A turn without rows is left out. Before each plan, turns of
+    more sequences than others give some to them (`Roster.even_out_turns`). 1: a step has all rows."""
     vocab_size: int = 2**31
     """Proposed tokens are below this."""
     drafted_tokens: int = 0

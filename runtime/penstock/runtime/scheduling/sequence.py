@@ -311,6 +311,8 @@ class Sequence:
     although no new request may."""
     status: Status = Status.WAITING
     slot: int | None = None
+    turn: int = 0
+    """The turn that it belongs to while it runs (`SchedulerConfig.num_turns`)."""
     feature_slot: int | None = None
     adapter_slot: int | None = None
     """The slot of its adapter while it runs; None if it has none."""
