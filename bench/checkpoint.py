@@ -183,7 +183,7 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int = 0, copies: int |
 
 def write_checkpoint_of(directory: Path, published: Mapping[str, Any], seed: int = 0) -> int:
     """Do the same for a published config.json, and return the number of parameters. Of a model that reads
-    pictures only the text model is written.
+    images only the text model is written.
     """
     config = text_model(published)
     shapes = {tensor.name: tensor.shape for tensor in load_rules(parse_config(config)).tensors}

@@ -104,10 +104,10 @@ func ExampleClient_Generate_image() {
 		log.Fatal(err)
 	}
 	defer func() { _ = client.Close() }()
-	run := func(ctx context.Context, picture []byte) error {
+	run := func(ctx context.Context, image []byte) error {
 		// ---
 		message := &penstockv1.ChatMessage{Role: "user", Parts: []*penstockv1.ContentPart{
-			{Part: &penstockv1.ContentPart_Image{Image: &penstockv1.Image{Data: picture, MediaType: "image/png"}}},
+			{Part: &penstockv1.ContentPart_Image{Image: &penstockv1.Image{Data: image, MediaType: "image/png"}}},
 			{Part: &penstockv1.ContentPart_Text{Text: "What is this?"}},
 		}}
 		reply, err := client.Generate(ctx, &penstockv1.GenerateRequest{

@@ -75,7 +75,7 @@ MODELS = (
     "LFM2-1.2B",  # convolutions
     "Qwen3.5-0.8B",  # gated delta rule
     "granite-4.0-h-tiny",  # Mamba-2
-    "Qwen3-VL-4B-Instruct",  # reads pictures
+    "Qwen3-VL-4B-Instruct",  # reads images
 )
 HEADS_FOR_EIGHT = {
     "deepseek_v3": {"num_attention_heads": 8, "num_key_value_heads": 8},

@@ -87,7 +87,7 @@ def test_tokenizer_goes_there_and_back(directory):
     ("golden", "decoder"), [("qwen3_5", "model."), ("qwen3_5_vl", "model.language_model.")]
 )
 def test_the_shape_of_a_config_json(tmp_path, golden, decoder):
-    """The tensors are those that transformers wrote for this config.json, but for what reads pictures."""
+    """The tensors are those that transformers wrote for this config.json, but for what reads images."""
     config = json.loads((GOLDEN / golden / "config.json").read_text())
     written = write_checkpoint_of(tmp_path, config)
     ours = load_file(tmp_path / "model.safetensors")

@@ -33,7 +33,7 @@ SERVERS: Mapping[str, Callable[[], Any]] = {
 """Servers on a fake engine that knows a context of 64 tokens."""
 TURN = types_pb2.ChatMessage(role="user", content="x")
 TOOL = types_pb2.ToolDefinition(name="f")
-PICTURE = types_pb2.ContentPart(image=types_pb2.Image(data=b"x"))
+IMAGE = types_pb2.ContentPart(image=types_pb2.Image(data=b"x"))
 NEW = fake_tensors(1)
 
 
@@ -87,7 +87,7 @@ ROWS = (
     row(f"GenerateRequest.media {UNSUPPORTED}", generate("x", media=[types_pb2.Image(data=b"x")])),
     row(
         f"ContentPart.image {UNSUPPORTED}",
-        generate(chat={"messages": [types_pb2.ChatMessage(role="user", parts=[PICTURE])]}),
+        generate(chat={"messages": [types_pb2.ChatMessage(role="user", parts=[IMAGE])]}),
     ),
     row(
         "GenerateRequest.min_weights FAILED_PRECONDITION WEIGHTS_TOO_OLD",

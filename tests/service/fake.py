@@ -328,7 +328,7 @@ class FakeEngine(EngineCore):
     # -- the interface --
 
     images: ImageReader | None = None
-    """The model of this engine reads no pictures."""
+    """The model of this engine reads no images."""
 
     @cached_property
     def profiler(self) -> Profiler:
@@ -434,7 +434,7 @@ def _limits(
         scheduling_policy=config.scheduling_policy,
         prefix_cache_pages=config.prefix_cache_pages,
         max_adapters=config.max_adapters,
-        picture_blocks=64,
+        image_blocks=64,
         max_proposed_tokens=proposed,
         max_rows=config.max_num_seqs * (1 + proposed),
     )

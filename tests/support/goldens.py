@@ -123,10 +123,10 @@ KINDS = (
 other families differ in products, norms and rotation. CI draws some of them, because to compile all of them
 takes a quarter of an hour.
 """
-QWEN_WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
+QWEN_WITH_IMAGES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
 """Goldens with the encoder of Qwen's models."""
 MARKS = {
-    **dict.fromkeys(QWEN_WITH_PICTURES, "<|image_pad|>"),
+    **dict.fromkeys(QWEN_WITH_IMAGES, "<|image_pad|>"),
     "gemma3_vl": "<start_of_image>",
     "gemma4_vl": "<|image|>",
     "internvl": "<IMG_CONTEXT>",
@@ -134,20 +134,20 @@ MARKS = {
     "mistral3_vl": "[IMG]",
     "pixtral": "[IMG]",
 }
-"""The further folders in GOLDEN, whose prompts have pictures, and what stands for one in a text."""
-WITH_PICTURES = tuple(MARKS)
-PICTURE_TOKENS = dict.fromkeys(WITH_PICTURES, (5,)) | {
+"""The further folders in GOLDEN, whose prompts have images, and what stands for one in a text."""
+WITH_IMAGES = tuple(MARKS)
+IMAGE_TOKENS = dict.fromkeys(WITH_IMAGES, (5,)) | {
     "internvl": (3,),
     "llama4_vl": (3,),
     "mistral3_vl": (3, 4, 5),
     "pixtral": (3, 4, 5),
 }
-"""The tokens that pictures become in each of them, the first of which is that of an embedding. Of Mistral's
-the others are text, behind rows and behind the picture."""
-WRITTEN_TOKENS = {name: tokens[0] for name, tokens in PICTURE_TOKENS.items()} | {"llama4_vl": 4}
-"""The token that a prompt of each of them has for a picture."""
+"""The tokens that images become in each of them, the first of which is that of an embedding. Of Mistral's
+the others are text, behind rows and behind the image."""
+WRITTEN_TOKENS = {name: tokens[0] for name, tokens in IMAGE_TOKENS.items()} | {"llama4_vl": 4}
+"""The token that a prompt of each of them has for an image."""
 RUNS = {"gemma3_vl": 5}
-"""The token of pictures where the processor writes more into a text than its mark."""
+"""The token of images where the processor writes more into a text than its mark."""
 CONFIG = EngineConfig(
     dtype="float32",
     tensor_parallel_size=int(os.environ.get("PENSTOCK_TEST_DEVICES", "1")),

@@ -92,7 +92,7 @@ class EngineParts:
     adapter_reader: AdapterReader | None
     """Reads adapters for the model; None for an engine without them."""
     images: ImageReader | None
-    """Reads the pictures of prompts; None for a model that takes none."""
+    """Reads the images of prompts; None for a model that takes none."""
 
 
 def build(
@@ -319,7 +319,7 @@ def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedCo
 
 
 def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | None:
-    """Make what reads pictures for the model."""
+    """Make what reads images for the model."""
     if model.vision is None or model.image_processor is None:
         return None
     limits = ImageLimits(
@@ -332,7 +332,7 @@ def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | N
 
 
 def _marks(model: ServedModel) -> tuple[str, str, str] | None:
-    """Return the texts of the tokens that stand before a picture, for it, and behind it, see
+    """Return the texts of the tokens that stand before an image, for it, and behind it, see
     `ImageReader`.
     """
     vision, text = model.vision, model.text
@@ -342,7 +342,7 @@ def _marks(model: ServedModel) -> tuple[str, str, str] | None:
     begin, end = vision.around
     ids = (begin, vision.image_token_id, end)
     if not all(token_id in texts for token_id in ids):
-        raise ConfigError(f"the tokenizer has no texts for the tokens of pictures, {ids}")
+        raise ConfigError(f"the tokenizer has no texts for the tokens of images, {ids}")
     return texts[begin], texts[vision.image_token_id], texts[end]
 
 
@@ -507,7 +507,7 @@ def _runner_config(
         compiled=config.compiled,
         checks_proposals=config.speculation != "off",
         drafted_tokens=_drafted_tokens(config),
-        **_picture_shapes(model, config, backend),
+        **_image_shapes(model, config, backend),
         **_adapter_shapes(model, config),
     )
 
@@ -536,8 +536,8 @@ def _adapter_shapes(model: ServedModel, config: ResolvedConfig) -> dict[str, Any
     }
 
 
-def _picture_shapes(model: ServedModel, config: ResolvedConfig, backend: Backend) -> dict[str, Any]:
-    """Return the runner's shapes for a model that reads pictures; none for another."""
+def _image_shapes(model: ServedModel, config: ResolvedConfig, backend: Backend) -> dict[str, Any]:
+    """Return the runner's shapes for a model that reads images; none for another."""
     if model.vision is None:
         return {}
     return {
@@ -577,8 +577,8 @@ def _scheduler_config(
         has_state=model.cache.has_state,
         num_snapshots=kv.num_snapshots,
         window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
-        picture_blocks=shapes.pool_rows // BLOCK_TOKENS,
-        whole_picture_tokens=_whole_picture_tokens(shapes),
+        image_blocks=shapes.pool_rows // BLOCK_TOKENS,
+        whole_image_tokens=_whole_image_tokens(shapes),
         max_encode_patches=config.max_encode_patches or max(shapes.encode_buckets, default=0),
         max_proposed_tokens=config.max_proposed_tokens or 0,
         max_rows=config.most_rows,
@@ -589,7 +589,7 @@ def _scheduler_config(
     )
 
 
-def _whole_picture_tokens(shapes: RunnerConfig) -> int:
+def _whole_image_tokens(shapes: RunnerConfig) -> int:
     """See `SchedulerConfig`."""
     vision = shapes.vision
     if vision is None or not vision.both_ways:

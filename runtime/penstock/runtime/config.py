@@ -36,7 +36,7 @@ also where few requests run at a time."""
 POOLED_IMAGES = 4
 """Largest images for which the pool of embeddings has room, unless the operator says otherwise."""
 MOST_IMAGE_PIXELS = 2**26
-"""Pillow would warn of pictures that are a third larger."""
+"""Pillow would warn of images that are a third larger."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")

@@ -94,7 +94,7 @@ gets any error that it raises."""
 
 class RequestRules:
     """Applies the operator's callback to a request's sampling and the engine's limits to its
-    log-probabilities and pictures, and makes a constraint of bad words that have several tokens.
+    log-probabilities and images, and makes a constraint of bad words that have several tokens.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RequestRules:
         callback: SamplingCallback | None,
         reader: Reader | None = None,
     ) -> None:
-        """`vision`: what the model makes of pictures; None: it reads none. `reader`: what it is, if it
+        """`vision`: what the model makes of images; None: it reads none. `reader`: what it is, if it
         generates nothing. Without a `callback` the sampling
         stays as requested.
         """
@@ -126,7 +126,7 @@ class RequestRules:
 
     def apply(self, request: Request, prepared: PreparedPrompt | None) -> Request:
         """Return the request as the loop is to have it. Raises InvalidRequest if it asks for too many
-        log-probabilities or has a picture that the model cannot take, UnsupportedFeature for what a model
+        log-probabilities or has an image that the model cannot take, UnsupportedFeature for what a model
         that generates nothing cannot tell, TypeError if the callback does not
         return ResolvedSampling, and whatever the callback raises.
         """
@@ -166,7 +166,7 @@ class RequestRules:
     def _check_media(self, request: Request) -> None:
         """Refuse what would raise on the engine's thread, and so end the engine for all."""
         if self._vision is None:
-            raise InvalidRequest([Violation("media", "the model reads no pictures")])
+            raise InvalidRequest([Violation("media", "the model reads no images")])
         found = (self._vision.problem(item, self._max_image_tokens) for item in request.media)
         bad = [Violation(f"media[{i}]", problem) for i, problem in enumerate(found) if problem is not None]
         if bad:
@@ -219,7 +219,7 @@ class Engine(EngineCore):
         self.config: ResolvedConfig = parts.config
         self.info: ModelInfo = parts.info
         self.images: ImageReader | None = parts.images
-        """Reads the pictures of prompts; None for a model that takes none."""
+        """Reads the images of prompts; None for a model that takes none."""
         self.runner = parts.runner
         """What computes the steps. Only the engine's thread may call it once the engine has started."""
         self.journal = Journal()

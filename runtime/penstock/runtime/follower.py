@@ -15,7 +15,7 @@ from penstock.runtime.execution.backend import choose_backend
 from penstock.runtime.execution.program_set import Programs, StagePrograms
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import Call, GroupOptions, LeaderLink
-from penstock.runtime.following.joining import check_adapters, check_pictures, joined
+from penstock.runtime.following.joining import check_adapters, check_images, joined
 from penstock.runtime.following.repeating import Repeater
 from penstock.runtime.following.sharing import FollowedModel, FollowedUpdates
 from penstock.runtime.following.stages import StageRepeater, StageRunner
@@ -40,7 +40,7 @@ def follow(
     loaded = load_model(model, config, backend)
     parts = build(loaded, config, backend)
     runner = parts.runner
-    check_pictures(runner.config.vision, runner.config.encode_buckets)
+    check_images(runner.config.vision, runner.config.encode_buckets)
     check_adapters(runner.config)
     stage = None if backend.own_stage is None else loaded.stages[backend.own_stage]
     assert loaded.rules_for is not None, "a checkpoint has rules"

@@ -34,7 +34,7 @@ class ModelInfo:
     devices: tuple[str, ...]
     """One entry per device, such as "cpu:0 cpu"."""
     images: ImageLimits | None = None
-    """What it takes of the pictures of a request; None: the model reads none."""
+    """What it takes of the images of a request; None: the model reads none."""
     hidden_size: int = 0
     """How many numbers a hidden state has; 0: this is not known."""
     pooling: Pooling = Pooling.LAST_TOKEN

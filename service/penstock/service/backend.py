@@ -136,7 +136,7 @@ class Backend(Protocol):
     def text(self) -> Text | None: ...
     @property
     def images(self) -> ImageReader | None:
-        """Reads the pictures of prompts; None for a model that takes none."""
+        """Reads the images of prompts; None for a model that takes none."""
         ...
 
     @property

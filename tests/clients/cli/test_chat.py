@@ -56,7 +56,7 @@ def test_quit(chat, word):
     assert chat(f"hi\n{word}\nnever\n") == (0, [[("user", "hi")]])
 
 
-def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(chat, server, tmp_path, capsys):
+def test_images_go_with_the_next_question_and_stay_in_the_conversation(chat, server, tmp_path, capsys):
     for name in ("a", "b c", "d"):
         (tmp_path / name).write_bytes(name.encode())
     second = f"/image {tmp_path}/b c\n/image {tmp_path}/none\n/image\ntwo\n"

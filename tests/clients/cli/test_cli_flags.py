@@ -196,7 +196,7 @@ def test_a_wrong_value_is_told_before_connecting(capsys, flag, value, message):
     assert message in shown[1]
 
 
-def test_pictures_stand_before_the_prompt(asked, tmp_path):
+def test_images_stand_before_the_prompt(asked, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode())
     request = asked(

@@ -212,8 +212,8 @@ def test_answers_of_tools_stand_where_their_calls_do() -> None:
     again = ChatTurn("assistant", "", (later,))
     assert order(answer("b"), answer("a"), again, answer("d"), answer("c")) == "abcd"
     assert order(answer("b"), USER, answer("a")) == "ba"
-    picture = Image(b"", "image/png")
-    assert order(answer("b", picture), answer("a")) == "ba"
+    image = Image(b"", "image/png")
+    assert order(answer("b", image), answer("a")) == "ba"
 
 
 def test_named_templates() -> None:

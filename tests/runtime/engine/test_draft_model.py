@@ -292,11 +292,11 @@ def test_auto_is_the_draft_where_there_is_one(caplog: pytest.LogCaptureFixture) 
         ("qwen3", "nowhere", "nowhere"),
         ("qwen3", "lfm2", "it has a recurrent state"),
         ("qwen3", "encoders/bert", "it generates nothing"),
-        ("qwen3", "qwen3_vl", "it reads pictures"),
+        ("qwen3", "qwen3_vl", "it reads images"),
         ("qwen3", "gpt2", "its tokenizer is another one"),
         ("mamba2", "qwen3", "the model that is served has no layers that attend"),
         ("mistral_swa", "qwen3", "all layers of the model that is served have a sliding window"),
-        ("qwen3_vl", "qwen3", "the model that is served reads pictures"),
+        ("qwen3_vl", "qwen3", "the model that is served reads images"),
         ("encoders/bert", "qwen3", "the model that is served generates nothing"),
     ],
 )

@@ -241,8 +241,8 @@ def test_what_has_no_text_is_refused() -> None:
         builder.facts()
 
 
-def test_models_that_read_pictures_are_refused() -> None:
-    with pytest.raises(ConfigError, match="reads pictures, and programs of such models are compiled where"):
+def test_models_that_read_images_are_refused() -> None:
+    with pytest.raises(ConfigError, match="reads images, and programs of such models are compiled where"):
         checkpoint_programs(str(GOLDEN / "qwen2_5_vl"), OPTIONS, choose_backend(OPTIONS, *DEVICES))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of strangers: what is decoded, and what is refused before or while it is."""
+"""Images of strangers: what is decoded, and what is refused before or while it is."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LIMITS = ImageLimits(max_images=4, max_bytes=50_000, max_pixels=10_000, max_toke
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 
 
-def encoded(picture: Pil.Image, media_type: str = "image/png", **options: Any) -> bytes:
+def encoded(image: Pil.Image, media_type: str = "image/png", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, FORMATS[media_type], **options)
+    image.save(buffer, FORMATS[media_type], **options)
     return buffer.getvalue()
 
 
@@ -42,19 +42,19 @@ def read(data: bytes, media_type: str = "") -> Pil.Image:
 def test_every_format_is_decoded(media_type: str) -> None:
     data = encoded(stripes(), media_type)
     assert sniff(data) == media_type
-    picture = read(data, media_type).convert("RGB")
-    assert picture.size == (40, 20)
-    left, right = np.array(picture)[10, 5], np.array(picture)[10, 35]
+    image = read(data, media_type).convert("RGB")
+    assert image.size == (40, 20)
+    left, right = np.array(image)[10, 5], np.array(image)[10, 35]
     np.testing.assert_allclose(left, [255, 0, 0], atol=12)
     np.testing.assert_allclose(right, [0, 0, 255], atol=12)
 
 
 @pytest.mark.parametrize("mode", ["lossless", "lossy", "alpha"])
 def test_webp_says_its_size_in_each_of_its_forms(mode: str) -> None:
-    picture = stripes(41, 23).convert("RGBA" if mode == "alpha" else "RGB")
+    image = stripes(41, 23).convert("RGBA" if mode == "alpha" else "RGB")
     if mode == "alpha":
-        picture.putalpha(100)
-    data = encoded(picture, "image/webp", lossless=mode == "lossless")
+        image.putalpha(100)
+    data = encoded(image, "image/webp", lossless=mode == "lossless")
     assert read(data).size == (41, 23)
 
 
@@ -65,7 +65,7 @@ def test_of_an_animation_the_first_frame_counts() -> None:
         assert read(data).convert("RGB").getpixel((3, 3))[0] > 240, media_type  # type: ignore[index]
 
 
-def test_exif_turns_the_picture() -> None:
+def test_exif_turns_the_image() -> None:
     exif = Pil.Exif()
     exif[0x0112] = 6  # as a phone that was held upright writes it
     for media_type in ("image/jpeg", "image/png", "image/webp"):
@@ -73,7 +73,7 @@ def test_exif_turns_the_picture() -> None:
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """Make a few hundred bytes that say they are a large picture."""
+    """Make a few hundred bytes that say they are a large image."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -130,14 +130,14 @@ def test_too_many_pixels_are_refused_by_the_header(data: bytes) -> None:
         (huge_png(0, 5), "", "data", "cannot be decoded|pixels"),
     ],
 )
-def test_what_is_no_picture_is_refused(data: bytes, media_type: str, part: str, message: str) -> None:
+def test_what_is_no_image_is_refused(data: bytes, media_type: str, part: str, message: str) -> None:
     with pytest.raises(BadImage, match=message) as raised:
         read(data, media_type)
     assert raised.value.part == part
 
 
 @pytest.mark.parametrize("media_type", MEDIA_TYPES)
-def test_a_picture_that_ends_early_is_refused(media_type: str) -> None:
+def test_an_image_that_ends_early_is_refused(media_type: str) -> None:
     rng = np.random.default_rng(1)
     noise = Pil.fromarray(rng.integers(0, 255, (60, 60, 3), np.uint8))
     data = encoded(noise, media_type)
@@ -148,7 +148,7 @@ def test_a_picture_that_ends_early_is_refused(media_type: str) -> None:
 
 
 @pytest.mark.parametrize("media_type", MEDIA_TYPES)
-def test_damaged_pictures_are_decoded_or_refused(media_type: str) -> None:
+def test_damaged_images_are_decoded_or_refused(media_type: str) -> None:
     """Bytes are exchanged at random; nothing but BadImage may come of it."""
     rng = random.Random(3)
     data = encoded(stripes(), media_type)
@@ -175,8 +175,8 @@ def test_a_text_that_inflates_is_refused() -> None:
 
 def test_an_image_is_bytes_or_a_file(tmp_path: Any) -> None:
     data = encoded(stripes())
-    (tmp_path / "picture.png").write_bytes(data)
-    for source in (data, tmp_path / "picture.png", str(tmp_path / "picture.png")):
+    (tmp_path / "image.png").write_bytes(data)
+    for source in (data, tmp_path / "image.png", str(tmp_path / "image.png")):
         assert Image(source) == Image(data)
     assert str(len(data)) not in repr(Image(data))
     with pytest.raises(FileNotFoundError):

@@ -1,6 +1,6 @@
 """The image processors of Mistral's, InternVL's, Llama 4's and Gemma 4's checkpoints: what they count is what
 they make, and their limits. What they make of pixels, and which tokens, is compared with transformers in
-`test_pictures` and, of Gemma 4, in `test_golden_pictures`.
+`test_images` and, of Gemma 4, in `test_golden_images`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.image_processors import find_processor
 from penstock.runtime.models.configs.vision import Gemma4VisionConfig
 from tests.support.goldens import GOLDEN
-from tests.support.models.pictures import LIMITS
+from tests.support.models.images import LIMITS
 
 SIDES = st.integers(1, 300)
 
@@ -71,7 +71,7 @@ def test_as_many_tokens_are_made_as_are_counted(name: str, max_tokens: int) -> N
 
 
 @pytest.mark.parametrize(("name", "max_tokens"), [("mistral3_vl", 1), ("internvl", 5), ("llama4_vl", 6)])
-def test_a_limit_below_the_least_picture_is_refused(name: str, max_tokens: int) -> None:
+def test_a_limit_below_the_least_image_is_refused(name: str, max_tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"max_image_tokens: {max_tokens} is less"):
         processor(GOLDEN / name, max_tokens)
 
@@ -80,7 +80,7 @@ def test_a_limit_below_the_least_picture_is_refused(name: str, max_tokens: int) 
     ("name", "token"),
     [("mistral3_vl", "[IMG_BREAK]"), ("internvl", "<img>"), ("llama4_vl", "<|tile_y_separator|>")],
 )
-def test_a_tokenizer_without_the_tokens_of_pictures_is_refused(tmp_path: Path, name: str, token: str) -> None:
+def test_a_tokenizer_without_the_tokens_of_images_is_refused(tmp_path: Path, name: str, token: str) -> None:
     for file in ("config.json", "preprocessor_config.json", "model.safetensors"):
         shutil.copy(GOLDEN / name / file, tmp_path / file)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
@@ -90,7 +90,7 @@ def test_a_tokenizer_without_the_tokens_of_pictures_is_refused(tmp_path: Path, n
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError) as raised:
         processor(tmp_path)
-    assert f"has no {token}, which prompts with pictures need" in str(raised.value)
+    assert f"has no {token}, which prompts with images need" in str(raised.value)
 
 
 def test_tiles_of_another_size_than_the_models_are_refused(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_tiles_of_another_size_than_the_models_are_refused(tmp_path: Path) -> No
     ("changes", "message"),
     [
         ({"size": {"longest_edge": 0}}, "longest_edge is 0, not 1 pixel or more"),
-        ({"do_center_crop": True, "crop_size": {"height": 32, "width": 32}}, "tokens of a picture that has"),
+        ({"do_center_crop": True, "crop_size": {"height": 32, "width": 32}}, "tokens of an image that has"),
     ],
 )
 def test_a_processor_that_makes_something_else_than_it_counts_is_refused(
@@ -163,7 +163,7 @@ def test_canvases_of_llama_4_are_those_of_transformers(
     """Computed by transformers 5.23, like 3,000 others when this was written. Of the last three, one side is
     a pixel less than exact division gives, because it is computed in float32.
 
-    The picture is white and has no other mark, so in the tiles it ends where it is black.
+    The image is white and has no other mark, so in the tiles it ends where it is black.
     """
     settings = Llama4Settings(
         max_tiles=most, fills_canvas=fills, rescale=1 / 255, mean=(0.5,) * 3, std=(0.5,) * 3
@@ -265,7 +265,7 @@ def test_the_bound_of_gemma_4_s_config_holds_and_is_told(
 
 
 def test_patches_of_gemma_4_lie_square_by_square(tmp_path: Path) -> None:
-    """Of a picture that keeps its size: 84 x 120 pixels are 7 x 10 tokens of 3 x 3 patches of 4 x 4 pixels,
+    """Of an image that keeps its size: 84 x 120 pixels are 7 x 10 tokens of 3 x 3 patches of 4 x 4 pixels,
     whose colours come pixel by pixel, from 0 to 1.
     """
     pixels = np.random.default_rng(0).integers(0, 256, (84, 120, 3), np.uint8)

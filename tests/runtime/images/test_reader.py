@@ -1,4 +1,4 @@
-"""Pictures become patches by transformers' processor, and take the places of a prompt's image tokens."""
+"""Images become patches by transformers' processor, and take the places of a prompt's image tokens."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> ImageReader:
     return ImageReader(VISION, processor(tmp_path_factory.mktemp("model")), LIMITS)
 
 
-def place(reader: ImageReader, token_ids: list[int], *pictures: bytes, room: int = 100) -> Any:
-    fields = [f"media[{i}]" for i in range(len(pictures))]
-    return reader.place(token_ids, [Image(data) for data in pictures], fields, "media", room=room)
+def place(reader: ImageReader, token_ids: list[int], *images: bytes, room: int = 100) -> Any:
+    fields = [f"media[{i}]" for i in range(len(images))]
+    return reader.place(token_ids, [Image(data) for data in images], fields, "media", room=room)
 
 
-def refused(reader: ImageReader, token_ids: list[int], *pictures: bytes) -> list[tuple[str, str]]:
+def refused(reader: ImageReader, token_ids: list[int], *images: bytes) -> list[tuple[str, str]]:
     with pytest.raises(InvalidRequest) as raised:
-        place(reader, token_ids, *pictures)
+        place(reader, token_ids, *images)
     return [(bad.field, bad.description) for bad in raised.value.violations]
 
 
-def test_pictures_take_the_places_of_image_tokens(reader: ImageReader) -> None:
+def test_images_take_the_places_of_image_tokens(reader: ImageReader) -> None:
     wide, tall = encoded(stripes(40, 16)), encoded(stripes(16, 24))  # 5 x 2 and 2 x 3 tokens
     placed = place(reader, [1, PAD, 2, 3, PAD], wide, tall)
     assert placed.token_ids == (1, *[PAD] * 10, 2, 3, *[PAD] * 6)
@@ -92,7 +92,7 @@ def test_pictures_take_the_places_of_image_tokens(reader: ImageReader) -> None:
 
 
 def test_patches_are_pixels_in_the_order_of_tokens(reader: ImageReader) -> None:
-    """Of a picture that needs no other size: 4 x 4 pixels of 3 colours, twice, from -1 to 1; the four patches
+    """Of an image that needs no other size: 4 x 4 pixels of 3 colours, twice, from -1 to 1; the four patches
     of a token come one after the other.
     """
     rng = np.random.default_rng(0)
@@ -113,21 +113,21 @@ def test_patches_are_pixels_in_the_order_of_tokens(reader: ImageReader) -> None:
                     number += 1
 
 
-def test_the_pixels_of_all_pictures_together_are_bounded(
+def test_the_pixels_of_all_images_together_are_bounded(
     reader: ImageReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them is small enough; the heads of their files tell that together they are not."""
     monkeypatch.setattr(reader, "limits", dataclasses.replace(LIMITS, max_images=5))
-    pictures = [huge_png(100, 100)] * 4 + [huge_png(1, 8)]
-    assert refused(reader, [PAD] * 5, *pictures) == [
+    images = [huge_png(100, 100)] * 4 + [huge_png(1, 8)]
+    assert refused(reader, [PAD] * 5, *images) == [
         ("media", "the images have 40008 pixels together; at most 40000 are taken")
     ]
 
 
-def test_only_one_picture_at_a_time_has_pixels_in_memory(
+def test_only_one_image_at_a_time_has_pixels_in_memory(
     reader: ImageReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a picture is decoded, those before it are gone."""
+    """When an image is decoded, those before it are gone."""
     decoded: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
@@ -141,7 +141,7 @@ def test_only_one_picture_at_a_time_has_pixels_in_memory(
     assert alive == [0, 0]
 
 
-def test_equal_pictures_have_equal_digests(reader: ImageReader) -> None:
+def test_equal_images_have_equal_digests(reader: ImageReader) -> None:
     one, other = encoded(stripes()), encoded(stripes().transpose(Pil.Transpose.FLIP_LEFT_RIGHT))
     digests = [
         place(reader, [PAD], data).media[0].digest
@@ -156,8 +156,8 @@ def test_what_is_transparent_becomes_white_and_palettes_become_colours(reader: I
     palette = stripes(16, 16).convert("P", palette=Pil.Palette.ADAPTIVE)
     grey = Pil.new("L", (16, 16), 255)
     one = Pil.new("1", (16, 16), 1)
-    for picture in (grey, one):
-        assert np.all(place(reader, [PAD], encoded(picture)).media[0].patches == 1.0)
+    for image in (grey, one):
+        assert np.all(place(reader, [PAD], encoded(image)).media[0].patches == 1.0)
     np.testing.assert_array_equal(
         place(reader, [PAD], encoded(palette)).media[0].patches,
         place(reader, [PAD], encoded(stripes(16, 16))).media[0].patches,
@@ -166,23 +166,23 @@ def test_what_is_transparent_becomes_white_and_palettes_become_colours(reader: I
     assert place(reader, [PAD], encoded(palette, transparency=bytes([0, 255]))).media[0].num_tokens == 4
 
 
-def test_a_large_picture_is_made_smaller(reader: ImageReader) -> None:
+def test_a_large_image_is_made_smaller(reader: ImageReader) -> None:
     (item,) = place(reader, [PAD], encoded(stripes(100, 100))).media
     assert item.num_tokens == 25  # of at most 32
 
 
-def test_pictures_and_places_must_be_as_many(reader: ImageReader) -> None:
-    picture = encoded(stripes())
-    assert refused(reader, [1, 2], picture) == [
+def test_images_and_places_must_be_as_many(reader: ImageReader) -> None:
+    image = encoded(stripes())
+    assert refused(reader, [1, 2], image) == [
         ("media", "1 images, and the prompt has 0 places for them (token 9)")
     ]
-    assert refused(reader, [PAD, PAD], picture)[0][0] == "media"
+    assert refused(reader, [PAD, PAD], image)[0][0] == "media"
     assert refused(reader, [PAD])[0][0] == "media"
-    assert refused(reader, [PAD] * 3, *[picture] * 3) == [("media", "3 images; at most 2 are taken")]
+    assert refused(reader, [PAD] * 3, *[image] * 3) == [("media", "3 images; at most 2 are taken")]
     assert place(reader, [1, 2]).media == ()
 
 
-def test_a_prompt_may_have_another_token_for_a_picture_than_its_embeddings(reader: ImageReader) -> None:
+def test_a_prompt_may_have_another_token_for_an_image_than_its_embeddings(reader: ImageReader) -> None:
     """As Llama 4's, of which neither is the other, and the token of embeddings is no place."""
     written = 7
     vision = dataclasses.replace(VISION, written_token_id=written)
@@ -196,11 +196,11 @@ def test_a_prompt_may_have_another_token_for_a_picture_than_its_embeddings(reade
         ("media", "1 images, and the prompt has 2 places for them (token 7)")
     ]
     of_a_part = (
-        "the prompt has token 9, which stands for a part of a picture: "
+        "the prompt has token 9, which stands for a part of an image: "
         "write token 7 in the place of a whole one"
     )
-    for token_ids, pictures in (([1, PAD], [wide]), ([written, PAD], [wide]), ([PAD], [])):
-        assert refused(other, token_ids, *pictures) == [("media", of_a_part)]
+    for token_ids, images in (([1, PAD], [wide]), ([written, PAD], [wide]), ([PAD], [])):
+        assert refused(other, token_ids, *images) == [("media", of_a_part)]
 
 
 def test_a_place_for_a_video_is_refused(reader: ImageReader) -> None:
@@ -209,7 +209,7 @@ def test_a_place_for_a_video_is_refused(reader: ImageReader) -> None:
     assert "a place for a video (token 8), which is not taken" in described
 
 
-def test_every_bad_picture_is_named(reader: ImageReader) -> None:
+def test_every_bad_image_is_named(reader: ImageReader) -> None:
     bad = refused(reader, [PAD, PAD], b"nothing", huge_png(101, 100))
     assert [field for field, _ in bad] == ["media[0].data", "media[1].data"]
     (narrow,) = refused(reader, [PAD], encoded(stripes(2, 900)))
@@ -218,7 +218,7 @@ def test_every_bad_picture_is_named(reader: ImageReader) -> None:
 
 
 def test_a_prompt_that_grows_too_long_is_refused_before_decoding(reader: ImageReader) -> None:
-    """The picture's header is right and its pixels are not there."""
+    """The image's header is right and its pixels are not there."""
     with pytest.raises(PromptTooLong) as raised:
         place(reader, [1, PAD], huge_png(64, 64), room=20)
     assert (raised.value.num_prompt_tokens, raised.value.max_prompt_tokens) == (26, 19)
@@ -226,7 +226,7 @@ def test_a_prompt_that_grows_too_long_is_refused_before_decoding(reader: ImageRe
 
 def test_a_processor_must_fit_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert find_processor(tmp_path, ENCODER, 32) is None
-    assert "prompts can have no pictures" in caplog.text
+    assert "prompts can have no images" in caplog.text
     with pytest.raises(ConfigError, match="patch_size is 8, and the model's 4"):
         processor(tmp_path, patch_size=8)
     (tmp_path / "preprocessor_config.json").write_text("{")
@@ -239,7 +239,7 @@ def test_a_processor_must_fit_the_model(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 class Tiles:
-    """Cuts each picture into its halves, of two tokens each, with texts around and between them."""
+    """Cuts each image into its halves, of two tokens each, with texts around and between them."""
 
     def num_tokens(self, width: int, height: int) -> int:
         return 7
@@ -249,7 +249,7 @@ class Tiles:
         return [(1, 2), left, (3,), right]
 
 
-def test_a_picture_may_become_several_with_texts_between() -> None:
+def test_an_image_may_become_several_with_texts_between() -> None:
     """Each part is encoded on its own, and those that are equal have one digest."""
     vision = dataclasses.replace(VISION, rotary_positions=None)
     placed = place(ImageReader(vision, Tiles(), LIMITS), [5, PAD, 6, PAD], *[encoded(stripes())] * 2)
@@ -266,7 +266,7 @@ def test_a_picture_may_become_several_with_texts_between() -> None:
 
 
 class Rows:
-    """Makes each picture two rows of three tokens, which end with 50 and 51, behind the token 7."""
+    """Makes each image two rows of three tokens, which end with 50 and 51, behind the token 7."""
 
     def num_tokens(self, width: int, height: int) -> int:
         return 9
@@ -275,7 +275,7 @@ class Rows:
         return [(7,), Patches(np.zeros((24, 96), np.float32), (1, 4, 6), 6, (50, 51))]
 
 
-def test_rows_of_a_picture_end_with_tokens_of_text() -> None:
+def test_rows_of_an_image_end_with_tokens_of_text() -> None:
     vision = dataclasses.replace(VISION, rotary_positions=None)
     placed = place(ImageReader(vision, Rows(), LIMITS), [1, PAD, 2], encoded(stripes()))
     assert placed.token_ids == (1, 7, PAD, PAD, PAD, 50, PAD, PAD, PAD, 51, 2)
@@ -286,4 +286,4 @@ def test_rows_of_a_picture_end_with_tokens_of_text() -> None:
     assert vision.problem(item, 7) == "has 8 tokens; at most 7 are encoded"
     assert media_problem([item], None, 11) is None
     uneven = dataclasses.replace(item, row_tokens=2)
-    assert media_problem([uneven], None, 11) == "picture 0 has 8 tokens, which are no rows of 2 and one"
+    assert media_problem([uneven], None, 11) == "image 0 has 8 tokens, which are no rows of 2 and one"

@@ -1,4 +1,4 @@
-"""Pictures that are all brought to one size, as Gemma 3 reads them, and how texts have them."""
+"""Images that are all brought to one size, as Gemma 3 reads them, and how texts have them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def processor(folder: Path, max_tokens: int = 16, **changes: Any) -> Any:
 
 
 def test_patches_lie_square_by_square(tmp_path: Path) -> None:
-    """Of a picture of the model's size: 8 x 8 pixels of 3 colours, from -1 to 1, four for each token."""
+    """Of an image of the model's size: 8 x 8 pixels of 3 colours, from -1 to 1, four for each token."""
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     made = processor(tmp_path)
     (part,) = made.process(Pil.fromarray(pixels))
@@ -46,7 +46,7 @@ def test_patches_lie_square_by_square(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", json.loads((FOLDER / "expected.json").read_text())["cases"][1]["images"])
 def test_pixels_are_those_that_pytorch_was_given(tmp_path: Path, file: str) -> None:
-    """The first row of pixels of the first picture is in the golden."""
+    """The first row of pixels of the first image is in the golden."""
     case = json.loads((FOLDER / "expected.json").read_text())["cases"][1]
     (part,) = processor(tmp_path).process(Pil.open(FOLDER / file))
     if file == case["images"][0]:
@@ -58,7 +58,7 @@ def test_pixels_are_those_that_pytorch_was_given(tmp_path: Path, file: str) -> N
     ("changes", "most", "message"),
     [
         ({"size": {"height": 64, "width": 32}}, 16, "the model's {'height': 64, 'width': 64}"),
-        ({"do_pan_and_scan": True}, 16, "do_pan_and_scan: further crops of a picture are not made"),
+        ({"do_pan_and_scan": True}, 16, "do_pan_and_scan: further crops of an image are not made"),
         ({}, 15, "max_image_tokens must be at least as many, not 15"),
         ({"do_resize": False}, 16, "cannot be loaded: ValueError"),
         ({"image_mean": [0.5]}, 16, "cannot be loaded: BadImage"),
@@ -73,14 +73,14 @@ def test_what_the_model_does_not_take_is_refused(
     assert message in str(raised.value)
 
 
-def test_a_place_for_a_picture_is_written_out() -> None:
+def test_a_place_for_an_image_is_written_out() -> None:
     """The first mark alone stands for all; what is written out already stays as it is."""
     vision = load_config(FOLDER).vision
     assert vision is not None
     limits = ImageLimits(max_images=2, max_bytes=1, max_pixels=1, max_tokens=16)
-    reader = ImageReader(vision_of(vision), None, limits, ("<b>", "<i>", "<e>"))  # type: ignore[arg-type]  # no picture is made
+    reader = ImageReader(vision_of(vision), None, limits, ("<b>", "<i>", "<e>"))  # type: ignore[arg-type]  # no image is made
     assert (
         reader.written_out("a<b>c\n\n<b><i><e>d<b>") == "a\n\n<b><i><e>\n\nc\n\n<b><i><e>d\n\n<b><i><e>\n\n"
     )
-    plain = ImageReader(vision_of(vision), None, limits)  # type: ignore[arg-type]  # no picture is made
+    plain = ImageReader(vision_of(vision), None, limits)  # type: ignore[arg-type]  # no image is made
     assert plain.written_out("a<b>c") == "a<b>c"

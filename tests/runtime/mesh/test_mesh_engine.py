@@ -1,5 +1,5 @@
 """The engine's and the server's own tests, with goldens that are cut over two devices of the CPU: schedules,
-prefix cache, forks, preemption, log-probabilities, hidden states, relevances, encoders, pictures, a cache of
+prefix cache, forks, preemption, log-probabilities, hidden states, relevances, encoders, images, a cache of
 int8, grammars, pauses, weight updates, adapters, drafts and heads are as on one device.
 """
 

@@ -14,7 +14,7 @@ from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.registry import ARCHITECTURES, family_of, parse_config
 from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
-from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
+from tests.support.goldens import GOLDEN, NAMES, WITH_IMAGES
 from tests.support.models.configs import PUBLISHED, attentions, one_layer, published, rope_of, windows
 from tests.support.suite.drawing import few
 
@@ -329,7 +329,7 @@ def places(data, *before):
 
 
 @pytest.mark.parametrize(
-    "name", few([*NAMES, *ENCODERS, *WITH_PICTURES], ("encoders/deberta_v3_classifier", "gemma3_vl"))
+    "name", few([*NAMES, *ENCODERS, *WITH_IMAGES], ("encoders/deberta_v3_classifier", "gemma3_vl"))
 )
 def test_extremes_in_any_field_are_parsed_or_refused(name):
     """None takes all memory, or ends in another error."""

@@ -23,7 +23,7 @@ from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.load_rules import Cut, LoadRule, Source, Span, Target
 from penstock.runtime.models.params import abstract_model, adapted_model, leaf_shapes, load_rules
-from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
+from tests.support.goldens import GOLDEN, NAMES, WITH_IMAGES
 
 
 def leaves_of(name, devices, linear=PLAIN, **options):
@@ -283,7 +283,7 @@ def test_columns_in_blocks_are_read_in_whole_blocks(devices):
         np.testing.assert_array_equal(leaf[device], whole[:, device * size : (device + 1) * size])
 
 
-@pytest.mark.parametrize("name", [*NAMES, *WITH_PICTURES])
+@pytest.mark.parametrize("name", [*NAMES, *WITH_IMAGES])
 def test_every_family_can_be_cut(name):
     """`load_rules` proves that each leaf of each device is filled once, and that every tensor is read. A
     model's structure is a key of its programs.

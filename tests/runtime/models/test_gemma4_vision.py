@@ -1,4 +1,4 @@
-"""The encoder of Gemma 4's pictures and the projection behind it, compared with float64 numpy that is written
+"""The encoder of Gemma 4's images and the projection behind it, compared with float64 numpy that is written
 from the definition.
 """
 
@@ -22,20 +22,20 @@ from tests.support.goldens import GOLDEN
 
 FOLDER = GOLDEN / "gemma4_vl"
 GRIDS = ((6, 3), (3, 12))
-"""Rows and columns of patches of two pictures."""
+"""Rows and columns of patches of two images."""
 BUCKET = 72
 Floats = NDArray[np.float64]
 
 
-def encoded(pictures: list[Floats], dtype: str, linear: LinearFormat) -> Floats:
-    """Return what the model makes of two pictures [rows, columns, 48] in one call with padding: [6, 48]."""
+def encoded(images: list[Floats], dtype: str, linear: LinearFormat) -> Floats:
+    """Return what the model makes of two images [rows, columns, 48] in one call with padding: [6, 48]."""
     config = load_config(FOLDER)
     vision = config.vision
     assert isinstance(vision, Gemma4VisionConfig)
     items = []
-    for picture in pictures:
-        rows, columns, _ = picture.shape
-        squares = picture.reshape(rows // 3, 3, columns // 3, 3, 48).transpose(0, 2, 1, 3, 4).reshape(-1, 48)
+    for image in images:
+        rows, columns, _ = image.shape
+        squares = image.reshape(rows // 3, 3, columns // 3, 3, 48).transpose(0, 2, 1, 3, 4).reshape(-1, 48)
         items.append(MediaItem(squares.astype(np.float32), (1, rows, columns), b"", 0, len(squares) // 9))
     state = load_weights(FOLDER, config, dtype, linear=linear, progress=False)
 
@@ -47,13 +47,13 @@ def encoded(pictures: list[Floats], dtype: str, linear: LinearFormat) -> Floats:
     return np.asarray(made, np.float64)[: count // 9]
 
 
-def by_definition(picture: Floats) -> Floats:
-    """Compute the same of one picture in float64."""
+def by_definition(image: Floats) -> Floats:
+    """Compute the same of one image in float64."""
     tensors = {
         name.removeprefix("model."): values.astype(np.float64)
         for name, values in load_file(FOLDER / "model.safetensors").items()
     }
-    rows, columns, _ = picture.shape
+    rows, columns, _ = image.shape
     count = rows * columns
     row, column = (places.ravel() for places in np.indices((rows, columns)))
 
@@ -79,7 +79,7 @@ def by_definition(picture: Floats) -> Floats:
         return out
 
     tower = "vision_tower"
-    x = (2 * picture - 1).reshape(count, 48) @ tensors[f"{tower}.patch_embedder.input_proj.weight"].T
+    x = (2 * image - 1).reshape(count, 48) @ tensors[f"{tower}.patch_embedder.input_proj.weight"].T
     tables = tensors[f"{tower}.patch_embedder.position_embedding_table"]
     x = x + tables[0][column] + tables[1][row]
     for layer in range(3):
@@ -109,14 +109,14 @@ def by_definition(picture: Floats) -> Floats:
 def test_embeddings_are_those_of_the_definition() -> None:
     """In float32 closely, and with the kernels' weights in bfloat16 as well as that allows."""
     random = np.random.default_rng(3)
-    pictures = [random.uniform(0, 1, (*grid, 48)) for grid in GRIDS]
-    expected = np.concatenate([by_definition(picture) for picture in pictures])
-    np.testing.assert_allclose(encoded(pictures, "float32", PLAIN), expected, rtol=1e-4, atol=1e-4)
-    found = encoded(pictures, "bfloat16", LinearFormat(packed=True, int8=True))
+    images = [random.uniform(0, 1, (*grid, 48)) for grid in GRIDS]
+    expected = np.concatenate([by_definition(image) for image in images])
+    np.testing.assert_allclose(encoded(images, "float32", PLAIN), expected, rtol=1e-4, atol=1e-4)
+    found = encoded(images, "bfloat16", LinearFormat(packed=True, int8=True))
     assert np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
 
 
-def test_a_picture_wider_than_the_tables_of_positions_is_refused() -> None:
+def test_an_image_wider_than_the_tables_of_positions_is_refused() -> None:
     vision = load_config(FOLDER).vision
     assert isinstance(vision, Gemma4VisionConfig)
     assert grid_problem(vision, (1, 3, 255)) is None

@@ -13,7 +13,7 @@ import pytest
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
 from penstock.runtime.models.linear import LinearFormat
-from tests.support.goldens import GOLDEN, KINDS, NAMES, WITH_PICTURES, check_greedy, check_last_logits
+from tests.support.goldens import GOLDEN, KINDS, NAMES, WITH_IMAGES, check_greedy, check_last_logits
 from tests.support.suite.drawing import few
 
 ALWAYS = ("qwen3", "gpt_oss", "deepseek_v3", "lfm2")
@@ -21,7 +21,7 @@ ALWAYS = ("qwen3", "gpt_oss", "deepseek_v3", "lfm2")
 
 
 def test_every_golden_is_compared():
-    assert sorted((*NAMES, *WITH_PICTURES)) == sorted(
+    assert sorted((*NAMES, *WITH_IMAGES)) == sorted(
         folder.parent.name for folder in GOLDEN.glob("*/config.json")
     )
 

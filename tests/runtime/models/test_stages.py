@@ -132,7 +132,7 @@ def test_a_model_is_cut_wherever_that_can_be(seed):
     ("name", "stages", "why"),
     [
         ("llama", 9, "cannot be cut into 9 stages: it has"),
-        ("qwen2_5_vl", 2, "it reads pictures"),
+        ("qwen2_5_vl", 2, "it reads images"),
         ("encoders/bert", 2, "it generates nothing"),
         ("gemma4", 4, "so stages can begin only at [1, 2]"),
     ],

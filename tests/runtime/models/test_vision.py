@@ -1,4 +1,4 @@
-"""The encoder of pictures and what it is given, compared with plain numpy and with float32."""
+"""The encoder of images and what it is given, compared with plain numpy and with float32."""
 
 import dataclasses
 import functools
@@ -76,15 +76,15 @@ INTERN = InternConfig(
 SIZES = st.integers(1, 7).map(lambda tokens: 2 * tokens)
 
 
-def picture(rows: int, columns: int, start: int = 0, seed: int = 0) -> MediaItem:
-    """Make a picture of noise, of this many patches."""
+def image(rows: int, columns: int, start: int = 0, seed: int = 0) -> MediaItem:
+    """Make an image of noise, of this many patches."""
     values = np.random.default_rng(seed).standard_normal((rows * columns, QWEN3.patch_features))
     return MediaItem(values.astype(np.float32), (1, rows, columns), b"", start, rows * columns // 4)
 
 
-def test_tokens_of_pictures_turn_by_row_and_column_and_text_goes_on_behind_the_longer_side() -> None:
-    """Two tokens, a picture of 2 x 3 tokens, one token, a picture of one, one token; by hand."""
-    found = rotary_positions(QWEN3, 11, [picture(4, 6, start=2), picture(2, 2, start=9)])
+def test_tokens_of_images_turn_by_row_and_column_and_text_goes_on_behind_the_longer_side() -> None:
+    """Two tokens, an image of 2 x 3 tokens, one token, an image of one, one token; by hand."""
+    found = rotary_positions(QWEN3, 11, [image(4, 6, start=2), image(2, 2, start=9)])
     assert found.positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7],
@@ -93,19 +93,19 @@ def test_tokens_of_pictures_turn_by_row_and_column_and_text_goes_on_behind_the_l
     assert found.delta == 8 - 11
     assert rotary_positions(QWEN3, 3, []).positions.tolist() == [[0, 1, 2]] * 3
     with pytest.raises(ValueError, match="tokens 2 to 8"):
-        rotary_positions(QWEN3, 7, [picture(4, 6, start=2)])
+        rotary_positions(QWEN3, 7, [image(4, 6, start=2)])
 
 
 @pytest.mark.parametrize(
     ("items", "bucket", "named"),
     [
-        ([picture(4, 6)], 20, "24 patches do not fit a bucket of 20"),
+        ([image(4, 6)], 20, "24 patches do not fit a bucket of 20"),
         ([], 6, "0 patches do not fit a bucket of 6"),
-        ([picture(3, 4)], 64, "squares of 2"),
-        ([dataclasses.replace(picture(4, 6), grid=(1, 4, 4))], 64, "must have patches"),
+        ([image(3, 4)], 64, "squares of 2"),
+        ([dataclasses.replace(image(4, 6), grid=(1, 4, 4))], 64, "must have patches"),
     ],
 )
-def test_pictures_that_do_not_fit_are_refused(items: list[MediaItem], bucket: int, named: str) -> None:
+def test_images_that_do_not_fit_are_refused(items: list[MediaItem], bucket: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         vision_inputs(QWEN3, items, bucket)
 
@@ -113,11 +113,11 @@ def test_pictures_that_do_not_fit_are_refused(items: list[MediaItem], bucket: in
 @given(sizes=st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=3))
 @settings(deadline=None)
 def test_patches_keep_their_places_in_whatever_order_they_come(sizes: list[tuple[int, int]]) -> None:
-    """Patches carry their own picture, row and column as values, which must agree with what is said of
+    """Patches carry their own image, row and column as values, which must agree with what is said of
     them."""
     items = []
     for number, (rows, columns) in enumerate(sizes):
-        item = picture(rows, columns)
+        item = image(rows, columns)
         at = 0
         for row in range(0, rows, 2):
             for column in range(0, columns, 2):
@@ -151,7 +151,7 @@ def test_patches_keep_their_places_in_whatever_order_they_come(sizes: list[tuple
 
 
 def test_positions_are_interpolated_between_the_corners_of_the_table() -> None:
-    inputs = vision_inputs(QWEN3, [picture(4, 6)], 24)
+    inputs = vision_inputs(QWEN3, [image(4, 6)], 24)
     assert inputs.corners is not None
     assert inputs.weights is not None
     table = np.indices((8, 8)).reshape(2, 64).T  # of each position its row and column
@@ -200,14 +200,14 @@ def test_pairs_of_channels_turn_by_time_row_and_column() -> None:
     [QWEN3, *(pytest.param(each, marks=pytest.mark.sweep) for each in (QWEN2_5, PIXTRAL, INTERN))],
 )
 def test_packed_weights_agree_with_float32(vision: VisionConfig) -> None:
-    """The kernels leave padding undefined; pictures do not notice. Encoders are not stored in int8."""
+    """The kernels leave padding undefined; images do not notice. Encoders are not stored in int8."""
     config = dataclasses.replace(load_config(GOLDEN / "qwen3"), vision=vision)
     tall = 8 if isinstance(vision, InternConfig) else 4
     wide = 8 if isinstance(vision, InternConfig) else 6
     once = slice(None) if isinstance(vision, QwenVisionConfig) else slice(0, QWEN3.patch_features // 2)
     items = [
         dataclasses.replace(item, patches=item.patches[:, once])
-        for item in (picture(tall, wide, seed=1), picture(tall, wide, seed=2))
+        for item in (image(tall, wide, seed=1), image(tall, wide, seed=2))
     ]
     inputs, count = vision_of(vision).inputs(items, 128), np.int32(2 * tall * wide)
 

@@ -1,4 +1,4 @@
-"""Pictures of a request: their digests, and what a request refuses."""
+"""Images of a request: their digests, and what a request refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_digest_depends_on_grid_and_patches_alone() -> None:
     assert digest != digest_of(other, (1, 2, 4))
 
 
-def test_pictures_lie_in_order_within_the_prompt() -> None:
+def test_images_lie_in_order_within_the_prompt() -> None:
     prompt = tuple(range(10))
     media = (item(1, 3), item(4, 2), item(9, 1))
     request = Request("r", prompt, media=media, rotary=RotaryPositions(np.zeros((3, 10), np.int32), 0))
@@ -44,7 +44,7 @@ def test_pictures_lie_in_order_within_the_prompt() -> None:
         pytest.param((item(-1, 3),), id="before"),
     ],
 )
-def test_misplaced_pictures_are_refused(media: tuple[MediaItem, ...]) -> None:
+def test_misplaced_images_are_refused(media: tuple[MediaItem, ...]) -> None:
     with pytest.raises(InvalidRequest) as raised:
         Request("r", tuple(range(10)), media=media)
     assert [bad.field for bad in raised.value.violations] == ["media"]

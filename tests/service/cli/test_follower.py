@@ -22,7 +22,7 @@ class Made(Exception):
 
 
 def test_a_follower_takes_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 4096 tokens a picture's patches are 100 MB, and clients receive 64 MiB at most."""
+    """With 4096 tokens an image's patches are 100 MB, and clients receive 64 MiB at most."""
     found: list[dict[str, Any]] = []
 
     def channel(target: str, options: Any) -> None:

@@ -330,7 +330,7 @@ async def test_a_key_that_may_not_follow_any_more_ends_the_group(
 async def test_a_leader_whose_calls_nobody_reads_waits_before_it_ends_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pictures may bring more calls than the network takes at a time."""
+    """Images may bring more calls than the network takes at a time."""
     monkeypatch.setattr("penstock.service.group.leader._MOST_WAITING_BYTES", 4 * MIB)
     leader = GroupLeader(options(timeout_s=2.0), never)
     appended: list[int] = []

@@ -56,9 +56,9 @@ EFFECTS = {
     "chat.messages.reasoning": f"{CHATS}::test_the_template_decides_what_the_model_sees_of_its_reasoning",
     **dict.fromkeys(
         ("chat.messages.parts", "chat.messages.parts.text", "chat.messages.parts.image"),
-        f"{IMAGES}::test_pictures_of_a_turn_stand_in_its_prompt_and_its_usage",
+        f"{IMAGES}::test_images_of_a_turn_stand_in_its_prompt_and_its_usage",
     ),
-    "chat.messages.parts.image.data": f"{IMAGES}::test_pictures_of_a_turn_stand_in_its_prompt_and_its_usage",
+    "chat.messages.parts.image.data": f"{IMAGES}::test_images_of_a_turn_stand_in_its_prompt_and_its_usage",
     "chat.messages.parts.image.media_type": f"{IMAGES}::test_a_media_type_may_be_told",
     **dict.fromkeys(
         ("media", "media.data", "media.media_type"),

@@ -1,4 +1,4 @@
-"""A second, plain implementation of Qwen's encoders of pictures, for one picture at a time: every patch with
+"""A second, plain implementation of Qwen's encoders of images, for one image at a time: every patch with
 every other one, without blocks, buckets or another order for windows.
 """
 
@@ -26,7 +26,7 @@ class PlainEncoder:
         }
 
     def encode(self, patches: NDArray[Any], rows: int, columns: int) -> list[Floats]:
-        """patches [N, values], square by square -> the picture's tokens, then those of deepstack."""
+        """patches [N, values], square by square -> the image's tokens, then those of deepstack."""
         config = self.config
         squares = [(r, c) for r in range(0, rows, 2) for c in range(0, columns, 2)]
         places = np.array([(r + i, c + j) for r, c in squares for i in (0, 1) for j in (0, 1)])

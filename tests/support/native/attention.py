@@ -52,7 +52,7 @@ class Shape:
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The keyword arguments of `paged_attention`; `sinks` and `alibi` say whether there are any
-    sinks and slopes. With `ahead` positions are in groups of so many, like those of a picture, and a token
+    sinks and slopes. With `ahead` positions are in groups of so many, like those of an image, and a token
     sees the others of its group, as far as its row has them.
     """
 

@@ -49,12 +49,12 @@ def digest(previous: int, token: int) -> int:
 
 
 def embedding(item: MediaItem, index: int, generation: int) -> int:
-    """Return what the encoder makes of one token of a picture, which takes the place of the token."""
+    """Return what the encoder makes of one token of an image, which takes the place of the token."""
     return crc32(item.digest, 31 * index + generation)
 
 
 def inputs_of(request: Request, generation: int) -> list[int]:
-    """Return the prompt, with embeddings in the places of its pictures."""
+    """Return the prompt, with embeddings in the places of its images."""
     inputs = list(request.prompt_token_ids)
     for item in request.media:
         inputs[item.start : item.end] = [embedding(item, i, generation) for i in range(item.num_tokens)]
@@ -179,8 +179,8 @@ class FakeRunner:
         """Slots whose request has sampled its end: the rows that these slots still have compute garbage."""
         self.kv = self.new_kv()
         self.state = self._new_state()
-        self.embeddings: list[int | None] = [None] * (config.picture_blocks * BLOCK_TOKENS)
-        """The pool of picture embeddings."""
+        self.embeddings: list[int | None] = [None] * (config.image_blocks * BLOCK_TOKENS)
+        """The pool of image embeddings."""
         self.draft: Callable[[PlanRow], tuple[int, ...]] = lambda row: (0,) * len(row.proposed)
         """What a draft model guesses for a row."""
         self.num_computed_tokens = 0
@@ -229,14 +229,14 @@ class FakeRunner:
             for index in range(item.num_tokens):
                 place = blocks[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
                 self.embeddings[place] = embedding(item, index, self.generation)
-        pictures: dict[tuple[int, int], int] = {}
-        for part in plan.pictures:
+        images: dict[tuple[int, int], int] = {}
+        for part in plan.images:
             for i in range(part.num_tokens):
                 index = part.first + i
                 place = part.blocks[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
                 found = self.embeddings[place]
                 assert found is not None, "read an embedding that was never written"
-                pictures[part.row, part.at + i] = found
+                images[part.row, part.at + i] = found
         made: list[list[int]] = [[] for _ in plan.rows]
         for step in range(plan.num_steps):
             rows = [
@@ -244,7 +244,7 @@ class FakeRunner:
                 for i, row in enumerate(plan.rows)
                 if step == 0 or (row.slot not in self.ended and len(made[i]) < row.max_samples)
             ]
-            self._write(plan, rows, step, pictures)
+            self._write(plan, rows, step, images)
             samples = [
                 (i, row, self.sample(row, step))
                 for i, row in rows
@@ -278,15 +278,15 @@ class FakeRunner:
         plan: Plan,
         rows: Sequence[tuple[int, PlanRow]],
         step: int,
-        pictures: Mapping[tuple[int, int], int],
+        images: Mapping[tuple[int, int], int],
     ) -> None:
-        """`pictures` has what takes the place of token i of row r at (r, i)."""
+        """`images` has what takes the place of token i of row r at (r, i)."""
         inputs = []
         recurrent = []
         for number, row in rows:
             tokens = (self.last[row.slot], *row.proposed) if step or row.token_ids is None else row.token_ids
             assert len(tokens) == (1 if step else row.num_tokens)
-            seen = [token if step else pictures.get((number, i), token) for i, token in enumerate(tokens)]
+            seen = [token if step else images.get((number, i), token) for i, token in enumerate(tokens)]
             inputs += [(row.start + step + i, row.slot, token) for i, token in enumerate(seen)]
             if row.slot not in self.ended:
                 recurrent.append((number, row.slot, row.start + step, seen))

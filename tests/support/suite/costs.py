@@ -25,7 +25,7 @@ that imports the server 2 s.
 """
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _IMPORTERS = ("penstock.runtime.execution.program_set", "penstock.runtime.execution.device_state")
-"""The modules that call `compile_all`, once for each engine and for each encoder of pictures."""
+"""The modules that call `compile_all`, once for each engine and for each encoder of images."""
 
 
 class Costs:

@@ -70,8 +70,8 @@ def _content(value: Mapping[str, Any]) -> str | tuple[str | Image, ...]:
 
 
 def _part(index: int, part: Any) -> str | Image:
-    """Read a text or a picture, as it is or in a mapping: {"type": "text", "text": ...} or {"type": "image",
-    "image": ...}, where the picture is an Image, bytes or a path.
+    """Read a text or an image, as it is or in a mapping: {"type": "text", "text": ...} or {"type": "image",
+    "image": ...}, where the image is an Image, bytes or a path.
     """
     if isinstance(part, (str, Image)):
         return part

@@ -82,7 +82,7 @@ class ChatTurn:
     role: str
     """One of `ROLES`."""
     content: str | tuple[str | Image, ...] = ""
-    """A text, or texts and pictures in their order."""
+    """A text, or texts and images in their order."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The calls that an assistant turn made."""
     tool_call_id: str = ""
@@ -177,7 +177,7 @@ class Chat:
 
     @property
     def images(self) -> list[tuple[str, Image]]:
-        """The pictures in their order, each with the contract's path."""
+        """The images in their order, each with the contract's path."""
         return [
             (f"chat.messages[{i}].parts[{j}].image", part)
             for i, turn in enumerate(self.messages)

@@ -124,8 +124,8 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
 
 def _in_order_of_calls(turns: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
     """Yield the turns, of which those that answer the calls of one turn come in the order of the calls:
-    callers may send them as the tools end, and most templates show no ids. Turns with pictures stay as they
-    are, because pictures are counted in the order of the chat.
+    callers may send them as the tools end, and most templates show no ids. Turns with images stay as they
+    are, because images are counted in the order of the chat.
     """
     place: dict[str, int] = {}
     for is_tool, run in groupby(turns, lambda turn: turn.role == "tool"):
@@ -151,7 +151,7 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
 
 
 def _content(turn: ChatTurn) -> str | list[dict[str, str]]:
-    """Make one text of texts alone, because the templates of models that read no pictures know no parts."""
+    """Make one text of texts alone, because the templates of models that read no images know no parts."""
     if isinstance(turn.content, str):
         return turn.content
     texts = [part for part in turn.content if isinstance(part, str)]
@@ -159,7 +159,7 @@ def _content(turn: ChatTurn) -> str | list[dict[str, str]]:
 
 
 def _parts(turn: ChatTurn) -> list[dict[str, str]]:
-    """Write texts and pictures in the form that Hugging Face's templates know. For a picture they write a
+    """Write texts and images in the form that Hugging Face's templates know. For an image they write a
     placeholder.
     """
     parts = []

@@ -88,7 +88,7 @@ class DeviceState:
         self._make_kv: Callable[[], KVCache] | None = None
         self.rows = self._new_rows()
         self.pool = self._new_pool()
-        """The embeddings of pictures."""
+        """The embeddings of images."""
         self.adapters = self._new_adapters()
         """The pool of adapters."""
         self.text: TextTables | None = None
@@ -442,8 +442,8 @@ def cut_cache_shapes(
 def _pool_shapes(
     rebuild: Callable[[Weights], Any], own: Any, config: RunnerConfig, sharding: jax.sharding.Sharding
 ) -> Any:
-    """Return the shapes of the embeddings of pictures, for weights of these shapes on a device; () without
-    pictures.
+    """Return the shapes of the embeddings of images, for weights of these shapes on a device; () without
+    images.
     """
     if config.vision is None:
         return ()

@@ -1,12 +1,12 @@
-"""The program that encodes pictures, how its calls are packed, and what a step's buffer says of pictures: the
-rotary positions of its tokens, which of them have the embedding of a picture, and, for a model whose pictures
+"""The program that encodes images, how its calls are packed, and what a step's buffer says of images: the
+rotary positions of its tokens, which of them have the embedding of an image, and, for a model whose images
 are seen both ways, up to which position each token sees.
 
-One program per bucket of patches takes a picture and writes its embeddings into the pool: arrays of rows, one
-row for each token of a picture, in the blocks that the scheduler has chosen. A call takes one picture only:
+One program per bucket of patches takes an image and writes its embeddings into the pool: arrays of rows, one
+row for each token of an image, in the blocks that the scheduler has chosen. A call takes one image only:
 so the bits of its embeddings depend on nothing else, whatever is encoded in the same step.
 
-A window of decode steps has neither a picture nor a prompt, so each of its rows has one number instead, which
+A window of decode steps has neither an image nor a prompt, so each of its rows has one number instead, which
 is added to all its positions.
 """
 
@@ -32,8 +32,8 @@ from penstock.runtime.scheduling.plan import Encode, Plan, PlanRow
 Ints = NDArray[np.int32]
 RequestOf = Callable[[PlanRow], Request]
 Pool = tuple[Array, ...]
-"""Embeddings of pictures, [rows, E] each: those that take the place of the tokens', and those of each layer
-that gets some besides. Empty for a model that reads no pictures."""
+"""Embeddings of images, [rows, E] each: those that take the place of the tokens', and those of each layer
+that gets some besides. Empty for a model that reads no images."""
 POSITIONS = 3
 """Time, height and width."""
 REACH = POSITIONS + 1
@@ -43,8 +43,8 @@ FIRST_BUCKET = 256
 
 
 def needs_sections(plan: Plan, request_of: RequestOf) -> bool:
-    """Say whether a row computes tokens of a prompt with pictures: their embeddings may be those of a
-    picture, and their positions are no sum.
+    """Say whether a row computes tokens of a prompt with images: their embeddings may be those of an
+    image, and their positions are no sum.
     """
     return any(
         row.token_ids is not None
@@ -76,12 +76,12 @@ def fill_tokens(
         if row.token_ids is not None and (rotary := request_of(row).rotary) is not None:
             known = rotary.positions[:, row.start : row.start + row.num_tokens]
             section[:POSITIONS, first : first + known.shape[1]] = known
-    for part in plan.pictures:
+    for part in plan.images:
         begin = firsts[part.row] + part.at
         rows = section[POSITIONS, begin : begin + part.num_tokens]
         embedded = part.item.are_embedded(part.first, part.num_tokens)
         rows[embedded] = pool_rows(part.blocks, part.first, part.num_tokens)[embedded]
-        if sees_ahead:  # a chunk goes to the picture's end
+        if sees_ahead:  # a chunk goes to the image's end
             section[REACH, begin : begin + part.num_tokens] = section[REACH, begin + part.num_tokens - 1]
 
 
@@ -102,13 +102,13 @@ def media_of_rows(section: Array, positions: Array, token_rows: Array) -> MediaI
 
 
 def media_argument(media: MediaInputs | None) -> dict[str, Any]:
-    """Return the argument of a model's call; a model that reads no pictures does not take it."""
+    """Return the argument of a model's call; a model that reads no images does not take it."""
     return {} if media is None else {"media": media}
 
 
 def encode_buckets(vision: Vision, max_tokens: int, growth: int) -> tuple[int, ...]:
     """Return the numbers of patches for which there are programs: each `growth` times the one before, up to
-    those of a picture of `max_tokens`; one number where all pictures have as many.
+    those of an image of `max_tokens`; one number where all images have as many.
     """
     if vision.num_patches is not None:
         return (vision.num_patches,)
@@ -125,7 +125,7 @@ def make_encode(
     count, and the row of the pool for each token; past its end: nowhere.
 
     The model's `encode` is given what `Vision.inputs` made, and how many of its patches count, int32[]. It
-    returns embeddings [tokens, E] for each array of the pool, those of the picture first, and then padding.
+    returns embeddings [tokens, E] for each array of the pool, those of the image first, and then padding.
     """
 
     def encode(weights: tuple[Array, ...], pool: Pool, inputs: Any, packed: Array) -> Pool:
@@ -166,7 +166,7 @@ class EncodeCall(NamedTuple):
 
 
 def encode_call(vision: Vision, buckets: Sequence[int], num_rows: int, encode: Encode | None) -> EncodeCall:
-    """Return the call that encodes a picture into a pool of so many rows; None: it encodes nothing."""
+    """Return the call that encodes an image into a pool of so many rows; None: it encodes nothing."""
     items = [] if encode is None else [encode.item]
     patches = sum(item.num_patches for item in items)
     bucket = buckets[bisect_left(buckets, patches)]
@@ -180,7 +180,7 @@ def encode_call(vision: Vision, buckets: Sequence[int], num_rows: int, encode: E
 
 
 def pool_rows(blocks: Sequence[int], first: int, count: int) -> NDArray[np.int32]:
-    """Return the rows of the pool that belong to the tokens [first, first + count) of a picture, also to
+    """Return the rows of the pool that belong to the tokens [first, first + count) of an image, also to
     those of text, whose rows nobody reads.
     """
     index = np.arange(first, first + count, dtype=np.int32)

@@ -92,7 +92,7 @@ class Programs:
     copy_pages: jax.stages.Compiled
     table_rows: jax.stages.Compiled
     encodes: Mapping[int, jax.stages.Compiled]
-    """Number of patches to the program that encodes pictures; none for a model that reads none."""
+    """Number of patches to the program that encodes images; none for a model that reads none."""
     write_adapter: jax.stages.Compiled | None
     """Writes an adapter to its slot; None where there are no adapters."""
 
@@ -241,7 +241,7 @@ class ProgramBuilder:
 
     def _key(self) -> str | None:
         """Return the key under which the programs are kept; None: they are not. It was never tried for models
-        that read pictures.
+        that read images.
         """
         config = self.config
         if config.program_folder is None or config.vision is not None or not self.backend.keeps_programs:
@@ -334,9 +334,9 @@ class ProgramBuilder:
         )
 
     def encode(self, patches: int) -> jax.stages.Compiled:
-        """Compile the program that encodes pictures of so many patches, for a model that reads them."""
+        """Compile the program that encodes images of so many patches, for a model that reads them."""
         vision = self.config.vision
-        assert vision is not None, "programs that encode pictures are compiled for models that read them"
+        assert vision is not None, "programs that encode images are compiled for models that read them"
         return self._compiled(
             make_encode(self.rebuild),
             self.weights,

@@ -306,14 +306,14 @@ class ProgramCalls:
         self._device.kv = self.programs.copy_pages(self._device.kv, pairs)
 
     def encode(self, encodes: Sequence[Encode]) -> None:
-        """Encode pictures into the pool."""
+        """Encode images into the pool."""
         config, vision = self._config, self._config.vision
-        assert vision is not None, "a plan encodes pictures for a model that reads none"
+        assert vision is not None, "a plan encodes images for a model that reads none"
         for encode in encodes:
             self.encode_one(encode_call(vision, config.encode_buckets, config.pool_rows, encode))
 
     def encode_one(self, call: EncodeCall) -> None:
-        """Encode one picture into the pool, see `make_encode`."""
+        """Encode one image into the pool, see `make_encode`."""
         device = self._device
         program = self.programs.encodes[call.bucket]
         device.pool = program(device.leaves, device.pool, call.inputs, call.packed)
@@ -329,7 +329,7 @@ class ProgramCalls:
 
     def warm_up(self, slots: Slots) -> None:
         """Run every program once on padding only, and wait for it. The first call with arguments of one
-        kind is slow, because JAX finds its fast path for each kind. Of the programs that encode pictures only
+        kind is slow, because JAX finds its fast path for each kind. Of the programs that encode images only
         the smallest runs, because a large one takes seconds whatever it encodes.
         """
         for key in self.programs.steps:

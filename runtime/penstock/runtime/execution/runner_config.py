@@ -72,11 +72,11 @@ class RunnerConfig:
     adapter_size: int = 0
     """How many units of so many values an adapter takes, see `AdapterPlace`."""
     vision: Vision | None = None
-    """What the model makes of pictures; None: it reads none."""
+    """What the model makes of images; None: it reads none."""
     pool_rows: int = 0
-    """Rows of the pool of picture embeddings, see `media.encoding`."""
+    """Rows of the pool of image embeddings, see `media.encoding`."""
     encode_buckets: tuple[int, ...] = ()
-    """Numbers of patches for which there are programs that encode pictures, in ascending order."""
+    """Numbers of patches for which there are programs that encode images, in ascending order."""
     checks_proposals: bool = False
     """Whether plans may have proposed tokens, for which there are programs of their own."""
     drafted_tokens: int = 0
@@ -95,7 +95,7 @@ class RunnerConfig:
             key,
             num_groups,
             has_snapshots=self.num_snapshots > 0,
-            has_pictures=self.vision is not None,
+            has_images=self.vision is not None,
             sees_ahead=self.vision is not None and self.vision.both_ways,
             has_adapters=self.max_adapters > 0,
         )

@@ -156,8 +156,8 @@ class Slots:
             if layout.has_snapshots:
                 fields[:, layout.snapshot_fields] = NO_SNAPSHOT_USE
             stop_ids[:] = self._config.vocab_size
-            if layout.has_pictures and not key.window:
-                layout.pictures_view(blank)[POSITIONS] = self._config.pool_rows
+            if layout.has_images and not key.window:
+                layout.images_view(blank)[POSITIONS] = self._config.pool_rows
         return blank.copy()
 
     def silenced(self, packed: NDArray[np.int32], key: ProgramKey, rows: Iterable[int]) -> NDArray[np.int32]:
@@ -207,8 +207,8 @@ class Slots:
                 at += num
         else:
             tokens[:count] = FEEDBACK
-        if layout.has_pictures:
-            section, shifts = layout.pictures_view(buffer), self._shifts[slots]
+        if layout.has_images:
+            section, shifts = layout.images_view(buffer), self._shifts[slots]
             if key.window:
                 section[:count] = shifts
             else:

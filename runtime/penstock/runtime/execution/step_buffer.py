@@ -3,7 +3,7 @@ program takes it apart.
 
 There is one buffer because each transfer has the same price: eight small ones would cost eight times as much.
 Floats travel as their bits. The sections, in order: header, row fields [R, NUM_FIELDS or more], ids that end
-the row [R, MAX_STOP_TOKEN_IDS], input tokens [T], and what is said of pictures. Sampling needs only the first
+the row [R, MAX_STOP_TOKEN_IDS], input tokens [T], and what is said of images. Sampling needs only the first
 three, so one sampling program per row bucket serves steps of any number of tokens. Page tables stay on the
 device: a row's fields hold at most one new entry, with a page for each group of layers, which is all that a
 decode ever adds. When a sequence enters, its whole tables are sent before the step
@@ -136,10 +136,10 @@ class Layout:
     """Groups of layers, each of which has page tables of its own."""
     has_snapshots: bool = False
     """Whether there are snapshots of state, so that rows have the fields of `SnapshotRows`."""
-    has_pictures: bool = False
-    """Whether the model reads pictures, so that there is a section of them, see `execution/images.py`."""
+    has_images: bool = False
+    """Whether the model reads images, so that there is a section of them, see `execution/images.py`."""
     sees_ahead: bool = False
-    """Whether tokens of a picture see those behind them, so that the section says how far."""
+    """Whether tokens of an image see those behind them, so that the section says how far."""
     has_adapters: bool = False
     """Whether there are adapters, so that rows have a field with the slot of theirs."""
 
@@ -162,14 +162,14 @@ class Layout:
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of header, row fields, stop ids, tokens and the section of pictures: the only place that
+        """Shapes of header, row fields, stop ids, tokens and the section of images: the only place that
         defines the order of sections.
         """
         rows, tokens = self.key.rows, self.key.tokens
         fields = (rows, self.adapter_field.stop)
         of_tokens = (5 if self.sees_ahead else 4, tokens)
-        pictures = ((rows,) if self.key.window else of_tokens) if self.has_pictures else (0,)
-        return (HEADER,), fields, (rows, MAX_STOP_TOKEN_IDS), (tokens,), pictures
+        images = ((rows,) if self.key.window else of_tokens) if self.has_images else (0,)
+        return (HEADER,), fields, (rows, MAX_STOP_TOKEN_IDS), (tokens,), images
 
     @property
     def size(self) -> int:
@@ -188,8 +188,8 @@ class Layout:
         header, fields, stop_ids, tokens = _split(buffer, self._shapes[:4])
         return header, fields, stop_ids, tokens
 
-    def pictures_view(self, buffer: Buffer) -> Buffer:
-        """Return the section of pictures: int32[R] of a window, int32[4 or 5, T] of another step."""
+    def images_view(self, buffer: Buffer) -> Buffer:
+        """Return the section of images: int32[R] of a window, int32[4 or 5, T] of another step."""
         return _split(buffer, self._shapes)[4]
 
     def row_views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer]:

@@ -72,7 +72,7 @@ class StepModel(Protocol):
         recurrent: RecurrentOps,
     ) -> tuple[Array, KVCache]:
         """Turn tokens and positions int32[T] -> hidden states [T, E] and the updated cache. `metas` has one
-        entry for each group of the cache's layers. A model that reads pictures also takes `media`, see
+        entry for each group of the cache's layers. A model that reads images also takes `media`, see
         `media.sections`, one that adapters change `adapters`, and one that an EAGLE head follows `taps`.
         """
         ...
@@ -453,7 +453,7 @@ def _run_model(
     joined: Joined | None = None,
 ) -> tuple[Array, Array, KVCache, Array | None]:
     """Return (logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces
-    FEEDBACK, and `guesses` int32[R, K] the numbers below it. A model that reads pictures has `media` or, in a
+    FEEDBACK, and `guesses` int32[R, K] the numbers below it. A model that reads images has `media` or, in a
     window, `shifts`. With `joined` the model runs over these rows, and the results are those of the rows
     before.
     """
@@ -573,10 +573,10 @@ def make_forward(
     ) -> Forward:
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
-        joined, pictures = None, layout.pictures_view(packed) if layout.has_pictures else None
+        joined, images = None, layout.images_view(packed) if layout.has_images else None
         if joins:
             joined = join_rows(batch.sampling.slots, batch.starts, batch.q_lens, state.tokens.shape[0])
-            pictures = None if pictures is None else pictures[:, joined.order]
+            images = None if images is None else images[:, joined.order]
         logits, hidden, kv, held = _run_model(
             rebuild(weights),
             layout,
@@ -594,8 +594,8 @@ def make_forward(
             follower=None if rebuild_follower is None else rebuild_follower(weights, draft),
             guesses=None if state.guesses is None else _of_rows(state.guesses, batch),
             media=None
-            if pictures is None
-            else media_of_tokens(pictures, pool, decode_only=layout.key.decode_only),
+            if images is None
+            else media_of_tokens(images, pool, decode_only=layout.key.decode_only),
             joined=joined,
         )
         state = state._replace(held=held)
@@ -624,7 +624,7 @@ def make_stage(
 ) -> Callable[[Weights, KVCache, RowState, Array, Array | Passed], OfStage | Forward]:
     """Make the program of one stage of a model's layers for one step, for prefill chunks and decodes. Its
     last argument is, for the first stage, each slot's last token int32[S] and, for another, what the stage
-    before has passed. Rows have no adapters, no pictures and no proposed tokens.
+    before has passed. Rows have no adapters, no images and no proposed tokens.
     """
 
     def compute(
@@ -762,7 +762,7 @@ def make_window(
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         page_tables = tuple(_of_rows(table, batch) for table in state.tables)
-        shifts = layout.pictures_view(packed) if layout.has_pictures else None
+        shifts = layout.images_view(packed) if layout.has_images else None
 
         def more(carry: _Window) -> Array:
             # The first step runs even where no row samples: a prefill chunk of one token must be written.
@@ -891,7 +891,7 @@ def make_text_window(
     most `most_guesses` for a row. They are rows of one token of the same slot, see `proposed_rows`. What a
     wrong guess leaves in the cache is written again before the window ends, or lies behind the row's end.
 
-    No row has a mask, a picture or state by slot, and nothing else guesses.
+    No row has a mask, an image or state by slot, and nothing else guesses.
     """
     wide = dataclasses.replace(layout, key=ProgramKey(num_rows, num_rows, decode_only=True, window=True))
 

@@ -23,7 +23,7 @@ from penstock.runtime.updating.interface import Staging
 DEFAULT_TIMEOUT_S = 30.0
 MOST_PROCESSES = 1024
 MOST_CALL_BYTES = 1 << 29
-"""Bytes of the arrays of one call. Those of a picture, and of an adapter on one device, are the largest;
+"""Bytes of the arrays of one call. Those of an image, and of an adapter on one device, are the largest;
 Protocol Buffers take 2 GiB at most, and a sign of life waits behind a call."""
 
 

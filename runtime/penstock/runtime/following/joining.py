@@ -69,8 +69,8 @@ def check_options(config: EngineConfig, options: GroupOptions) -> None:
         )
 
 
-def check_pictures(vision: Vision | None, encode_buckets: Sequence[int]) -> None:
-    """Raise ConfigError if the largest picture is too large for a call of a group."""
+def check_images(vision: Vision | None, encode_buckets: Sequence[int]) -> None:
+    """Raise ConfigError if the largest image is too large for a call of a group."""
     if vision is None or not encode_buckets:
         return
     patches = encode_buckets[-1]
@@ -78,7 +78,7 @@ def check_pictures(vision: Vision | None, encode_buckets: Sequence[int]) -> None
     if num_bytes > MOST_CALL_BYTES:
         tokens = patches // vision.patches_per_token
         raise ConfigError(
-            f"max_image_tokens: a picture of {tokens} tokens is sent to the other processes of the group in "
+            f"max_image_tokens: an image of {tokens} tokens is sent to the other processes of the group in "
             f"one call of {num_bytes / 1e6:.0f} MB, and a call has at most {MOST_CALL_BYTES / 1e6:.0f} MB: "
             f"at most {tokens * MOST_CALL_BYTES // num_bytes} tokens fit"
         )

@@ -21,7 +21,7 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import CHECKED, Call, DispatchLog, Kind
-from penstock.runtime.following.joining import check_adapters, check_pictures
+from penstock.runtime.following.joining import check_adapters, check_images
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
 
@@ -104,7 +104,7 @@ class LeadingCalls(ProgramCalls):
 
 class LeadingRunner(ModelRunner):
     """The runner of a group's leader. An error of the device, which a lost follower causes, is told as the
-    group's end. ConfigError for pictures, and places of adapters, that no call can have.
+    group's end. ConfigError for images, and places of adapters, that no call can have.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class LeadingRunner(ModelRunner):
         draft: DraftModel | None,
         log: DispatchLog,
     ) -> None:
-        check_pictures(config.vision, config.encode_buckets)
+        check_images(config.vision, config.encode_buckets)
         check_adapters(config)
         super().__init__(graphdef, weights, cache, config, backend, draft)
         self._log = log

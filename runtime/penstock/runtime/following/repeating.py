@@ -93,7 +93,7 @@ class Repeater:
     def _encode_call(self, bucket: int, arrays: Sequence[NDArray[Any]]) -> EncodeCall:
         vision = self._runner.config.vision
         if vision is None:
-            raise ValueError("the model reads no pictures")
+            raise ValueError("the model reads no images")
         packed, *inputs = arrays
         tree = jax.tree.structure(vision.inputs((), bucket))
         return EncodeCall(bucket, jax.tree.unflatten(tree, inputs), packed)

@@ -1,4 +1,4 @@
-"""Cuts pictures into patches."""
+"""Cuts images into patches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Decodes a picture that a stranger sent, with limits. The header is read first, so that a small file that
-would become a huge picture is refused before any pixel is made.
+"""Decodes an image that a stranger sent, with limits. The header is read first, so that a small file that
+would become a huge image is refused before any pixel is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pixels for the whole process."""
 
 
 class BadImage(ValueError):
-    """A picture that is refused. `part` is what is wrong with it: "data" or "media_type"."""
+    """An image that is refused. `part` is what is wrong with it: "data" or "media_type"."""
 
     def __init__(self, message: str, part: str = "data") -> None:
         self.part = part
@@ -48,7 +48,7 @@ def sniff(data: bytes) -> str:
 
 
 def check_bytes(image: Image, limits: ImageLimits) -> str:
-    """Return the media type of a picture that is neither too large nor of another format than it says;
+    """Return the media type of an image that is neither too large nor of another format than it says;
     otherwise raise BadImage. It takes no time, because only the first bytes are looked at.
     """
     data = image.data
@@ -65,7 +65,7 @@ def check_bytes(image: Image, limits: ImageLimits) -> str:
 
 
 def read_header(image: Image, limits: ImageLimits) -> ImageFile:
-    """Return the picture with its size known and no pixel decoded. Raises BadImage as `check_bytes` does, and
+    """Return the image with its size known and no pixel decoded. Raises BadImage as `check_bytes` does, and
     for what has too many pixels or is not readable.
     """
     data, media_type = image.data, check_bytes(image, limits)
@@ -81,7 +81,7 @@ def read_header(image: Image, limits: ImageLimits) -> ImageFile:
 
 def decode(opened: ImageFile) -> PilImage:
     """Decode the first frame of what `read_header` has returned, turned as its EXIF orientation says. Raises
-    BadImage where the bytes end early or make no picture.
+    BadImage where the bytes end early or make no image.
     """
     try:
         opened.load()

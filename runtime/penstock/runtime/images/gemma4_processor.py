@@ -1,4 +1,4 @@
-"""Makes patches of pictures as the image processors of Gemma 4's checkpoints have it."""
+"""Makes patches of images as the image processors of Gemma 4's checkpoints have it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BUDGETS = (70, 140, 280, 560, 1120)
-"""The most tokens of a picture that transformers' processor can be told."""
+"""The most tokens of an image that transformers' processor can be told."""
 
 
 class Gemma4Processor:
-    """Resizes and cuts pictures. Any thread may use it."""
+    """Resizes and cuts images. Any thread may use it."""
 
     def __init__(
         self,
@@ -35,19 +35,19 @@ class Gemma4Processor:
     ) -> None:
         """`processor` is one of transformers'. It is told the largest of its budgets of tokens that is no
         more than its own and the model's `most_tokens`, and that leaves room for the two tokens around them
-        in `max_tokens`. around: the tokens before a picture and behind it. ConfigError if it does not make
+        in `max_tokens`. around: the tokens before an image and behind it. ConfigError if it does not make
         what the model takes.
         """
         for name, ours in {"patch_size": patch_size, "pooling_kernel_size": merge_size}.items():
             if (theirs := getattr(processor, name, None)) != ours:
                 raise ConfigError(f"the image processor's {name} is {theirs}, and the model's {ours}")
         if not processor.do_resize:
-            raise ConfigError("do_resize is false: pictures of any size are not taken; set it to true")
+            raise ConfigError("do_resize is false: images of any size are not taken; set it to true")
         own = int(processor.max_soft_tokens)
         fitting = [budget for budget in _BUDGETS if budget <= min(own, most_tokens, max_tokens - 2)]
         if not fitting:
             raise ConfigError(
-                f"a picture has up to {_BUDGETS[0]} tokens or more, and two around these: "
+                f"an image has up to {_BUDGETS[0]} tokens or more, and two around these: "
                 f"max_image_tokens must be at least {_BUDGETS[0] + 2}, not {max_tokens}"
                 if most_tokens >= _BUDGETS[0]
                 else f"vision_soft_tokens_per_image must be at least {_BUDGETS[0]}, the fewest tokens that "
@@ -56,7 +56,7 @@ class Gemma4Processor:
         self._budget = fitting[-1]
         if self._budget < own:
             log.info(
-                "pictures are made smaller, so that they have at most %d tokens; the image processor's bound "
+                "images are made smaller, so that they have at most %d tokens; the image processor's bound "
                 "is %d (max_soft_tokens), the model's %d (vision_soft_tokens_per_image), and "
                 "max_image_tokens is %d",
                 self._budget,
@@ -69,7 +69,7 @@ class Gemma4Processor:
         self._before, self._behind = ((token,) for token in around)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tell how many tokens take the place of the token of a picture of so many pixels. Raises BadImage
+        """Tell how many tokens take the place of the token of an image of so many pixels. Raises BadImage
         for one that is too narrow.
         """
         # It takes long to import, and only this kind of model needs it.
@@ -85,7 +85,7 @@ class Gemma4Processor:
         return rows * columns + 2
 
     def process(self, image: PilImage) -> list[Part]:
-        """Make the patches of a picture, square by square, and the tokens around it. Raises BadImage for
+        """Make the patches of an image, square by square, and the tokens around it. Raises BadImage for
         colours that cannot be converted.
         """
         try:

@@ -1,4 +1,4 @@
-"""A picture as a caller gives it, and what the engine takes."""
+"""An image as a caller gives it, and what the engine takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture of a prompt: bytes in one of the formats of `MEDIA_TYPES`, or the path of a file that has
+    """An image of a prompt: bytes in one of the formats of `MEDIA_TYPES`, or the path of a file that has
     them, which is read at once (OSError).
     """
 
@@ -28,14 +28,14 @@ class Image:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """What an engine takes of a request's pictures."""
+    """What an engine takes of a request's images."""
 
     max_images: int
-    """Most pictures of a request."""
+    """Most images of a request."""
     max_bytes: int
     """Most bytes of one, as it is sent."""
     max_pixels: int
     """Most pixels of one, as its header says."""
     max_tokens: int
-    """Most tokens that one stands for; larger pictures are made smaller."""
+    """Most tokens that one stands for; larger images are made smaller."""
     media_types: tuple[str, ...] = MEDIA_TYPES

@@ -1,4 +1,4 @@
-"""Cuts pictures into tiles as the image processors of InternVL's checkpoints have it."""
+"""Cuts images into tiles as the image processors of InternVL's checkpoints have it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class InternProcessor:
-    """Resizes, cuts and normalises pictures. Any thread may use it."""
+    """Resizes, cuts and normalises images. Any thread may use it."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class InternProcessor:
         around: tuple[int, int],
     ) -> None:
         """`processor` is one of transformers'. It makes at most its own number of tiles, and fewer where
-        these are more than `max_tokens` tokens. around: the tokens before a picture and behind it.
+        these are more than `max_tokens` tokens. around: the tokens before an image and behind it.
         ConfigError if it does not make what the model takes.
         """
         self._processor = processor
@@ -47,13 +47,13 @@ class InternProcessor:
         if room < 1:
             raise ConfigError(
                 f"max_image_tokens: {max_tokens} is less than the {self._per_tile + 2} tokens of the "
-                "least picture"
+                "least image"
             )
         most = int(processor.max_patches)
-        fitting = max(room - 1, 1)  # several tiles have another one behind them, the whole picture
+        fitting = max(room - 1, 1)  # several tiles have another one behind them, the whole image
         if fitting < most:
             log.info(
-                "pictures are cut into at most %d tiles, so that they have at most %d tokens; the model's "
+                "images are cut into at most %d tiles, so that they have at most %d tokens; the model's "
                 "own bound is %d tiles",
                 fitting,
                 max_tokens,
@@ -66,12 +66,12 @@ class InternProcessor:
         }
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tell how many tokens take the place of the token of a picture of so many pixels."""
+        """Tell how many tokens take the place of the token of an image of so many pixels."""
         tiles = self._processor.get_number_of_image_patches(height, width, self._options)
         return int(tiles) * self._per_tile + 2
 
     def process(self, image: PilImage) -> list[Part]:
-        """Make the tiles of a picture, and the tokens around them. Raises BadImage for colours that cannot be
+        """Make the tiles of an image, and the tokens around them. Raises BadImage for colours that cannot be
         converted.
         """
         try:

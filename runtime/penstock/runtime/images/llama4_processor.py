@@ -1,6 +1,6 @@
-"""Cuts pictures into tiles as the image processor of Llama 4's checkpoints has it, which needs torch in
-transformers: the canvas of tiles that fits a picture best, black where it is not filled, and behind its tiles
-one of the whole picture.
+"""Cuts images into tiles as the image processor of Llama 4's checkpoints has it, which needs torch in
+transformers: the canvas of tiles that fits an image best, black where it is not filled, and behind its tiles
+one of the whole image.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Settings:
-    """What a checkpoint's file says of its pictures.
+    """What a checkpoint's file says of its images.
 
-    max_tiles: the most of a picture, without that of the whole. fills_canvas: a picture is made as large as
+    max_tiles: the most of an image, without that of the whole. fills_canvas: an image is made as large as
     the largest canvas allows. rescale, mean, std: a value of a pixel is multiplied by `rescale`, and the
     `mean` of its channel taken away, before it is divided by `std`.
     """
@@ -44,9 +44,9 @@ class Llama4Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Tokens:
-    """Tokens of text around the embeddings of a picture's tiles. `begin` stands before the first tile, and
+    """Tokens of text around the embeddings of an image's tiles. `begin` stands before the first tile, and
     `end` behind the last. behind_tile follows each tile but the last of a row, and behind_row that one.
-    `whole` stands before the tile of the whole picture.
+    `whole` stands before the tile of the whole image.
     """
 
     begin: int
@@ -58,7 +58,7 @@ class Llama4Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a picture is cut: the size that it is brought to, and how many rows and columns of tiles the canvas
+    """How an image is cut: the size that it is brought to, and how many rows and columns of tiles the canvas
     has.
     """
 
@@ -69,7 +69,7 @@ class _Plan:
 
 
 class Llama4Processor:
-    """Resizes, cuts and normalises pictures. Any thread may use it."""
+    """Resizes, cuts and normalises images. Any thread may use it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Llama4Processor:
         max_tokens: int,
     ) -> None:
         """Make at most as many tiles as the settings say, and fewer where these are more than `max_tokens`
-        tokens. The sizes are those of `Llama4VisionConfig`. ConfigError if no picture has so few tokens.
+        tokens. The sizes are those of `Llama4VisionConfig`. ConfigError if no image has so few tokens.
         """
         self._settings, self._tokens = settings, tokens
         self._size, self._patch_size, self._merge_size = image_size, patch_size, merge_size
@@ -91,12 +91,12 @@ class Llama4Processor:
         least = self._per_tile + 3
         if max_tokens < least:
             raise ConfigError(
-                f"max_image_tokens: {max_tokens} is less than the {least} tokens of the least picture"
+                f"max_image_tokens: {max_tokens} is less than the {least} tokens of the least image"
             )
         fitting = max((max_tokens - least) // (self._per_tile + 1), 1)
         if fitting < settings.max_tiles:
             log.info(
-                "pictures are cut into at most %d tiles, so that they have at most %d tokens; the model's "
+                "images are cut into at most %d tiles, so that they have at most %d tokens; the model's "
                 "own bound is %d tiles",
                 fitting,
                 max_tokens,
@@ -109,16 +109,16 @@ class Llama4Processor:
         self._values = _values_of_pixels(settings)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tell how many tokens take the place of the token of a picture of so many pixels."""
+        """Tell how many tokens take the place of the token of an image of so many pixels."""
         plan = self._plan(width, height)
         tiles = plan.rows * plan.columns
         return 3 + self._per_tile + (tiles * (self._per_tile + 1) if tiles > 1 else 0)
 
     def process(self, image: PilImage) -> list[Part]:
-        """Make the tiles of a picture, and the tokens around them. What is transparent becomes white. Raises
+        """Make the tiles of an image, and the tokens around them. What is transparent becomes white. Raises
         BadImage for colours that cannot be converted.
         """
-        # It takes long to import, and only models that read pictures need it.
+        # It takes long to import, and only models that read images need it.
         from transformers.image_transforms import convert_to_rgb  # noqa: PLC0415
 
         try:
@@ -140,7 +140,7 @@ class Llama4Processor:
         return [*parts, (tokens.whole,), whole, (tokens.end,)]
 
     def _plan(self, width: int, height: int) -> _Plan:
-        """Choose the canvas that needs the least enlargement or, if all make the picture smaller, makes it
+        """Choose the canvas that needs the least enlargement or, if all make the image smaller, makes it
         smaller the least; of those that are alike, the one with the fewest tiles.
 
         It is computed in float32 where transformers does, because the next integer below may depend on it.
@@ -166,7 +166,7 @@ class Llama4Processor:
 
     def _bounded(self, side: int, canvas: int) -> float | np.float32:
         """Return the most pixels of a side: those of the canvas and, unless the canvas is to be filled, no
-        more than the picture has or, if it is smaller than a tile, than a tile has. It is float32 where the
+        more than the image has or, if it is smaller than a tile, than a tile has. It is float32 where the
         canvas decides.
         """
         own = max(side, self._size)

@@ -1,4 +1,4 @@
-"""Makes patches of pictures as the image processors of Pixtral's checkpoints have it."""
+"""Makes patches of images as the image processors of Pixtral's checkpoints have it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class PixtralProcessor:
-    """Resizes, normalises and cuts pictures. Any thread may use it."""
+    """Resizes, normalises and cuts images. Any thread may use it."""
 
     def __init__(
         self, processor: Any, *, patch_size: int, merge_size: int, max_tokens: int, ends: tuple[int, int]
     ) -> None:
-        """`processor` is one of transformers'. It makes larger pictures smaller than its own bound where that
-        allows more than `max_tokens` tokens. ends: the token behind a row of a picture's tokens, and that
+        """`processor` is one of transformers'. It makes larger images smaller than its own bound where that
+        allows more than `max_tokens` tokens. ends: the token behind a row of an image's tokens, and that
         behind the last one. ConfigError if it does not make what the model takes.
         """
         self._processor = processor
@@ -40,7 +40,7 @@ class PixtralProcessor:
         most = _most_on_a_side(max_tokens) * self._token_side
         if most < self._longest:
             log.info(
-                "pictures have at most %d pixels on a side, so that they have at most %d tokens; the model's "
+                "images have at most %d pixels on a side, so that they have at most %d tokens; the model's "
                 "own bound is %d pixels",
                 most,
                 max_tokens,
@@ -48,9 +48,7 @@ class PixtralProcessor:
             )
             self._longest = most
         if self._longest < 1:
-            raise ConfigError(
-                f"max_image_tokens: {max_tokens} is less than the 2 tokens of the least picture"
-            )
+            raise ConfigError(f"max_image_tokens: {max_tokens} is less than the 2 tokens of the least image")
 
     @property
     def _token_side(self) -> int:
@@ -58,13 +56,13 @@ class PixtralProcessor:
         return self._patch_size * self._merge_size
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Tell how many rows of how many tokens a picture of so many pixels has."""
+        """Tell how many rows of how many tokens an image of so many pixels has."""
         ratio = max(1.0, height / self._longest, width / self._longest)
         rows, columns = (-(-math.floor(size / ratio) // self._token_side) for size in (height, width))
         return rows, columns
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tell how many tokens take the place of the token of a picture of so many pixels. Raises BadImage
+        """Tell how many tokens take the place of the token of an image of so many pixels. Raises BadImage
         for one that is too narrow.
         """
         rows, columns = self._grid(width, height)
@@ -73,7 +71,7 @@ class PixtralProcessor:
         return rows * (columns + 1)
 
     def process(self, image: PilImage) -> list[Part]:
-        """Return the patches of a picture, and the tokens behind its rows. Raises BadImage for colours that
+        """Return the patches of an image, and the tokens behind its rows. Raises BadImage for colours that
         cannot be converted.
         """
         side = {"height": self._token_side, "width": self._token_side}
@@ -93,5 +91,5 @@ class PixtralProcessor:
 
 
 def _most_on_a_side(max_tokens: int) -> int:
-    """Tell how many tokens a square picture may have on a side, whose rows have one token of text each."""
+    """Tell how many tokens a square image may have on a side, whose rows have one token of text each."""
     return (math.isqrt(4 * max_tokens + 1) - 1) // 2

@@ -1,4 +1,4 @@
-"""Makes patches of pictures as the image processors of Qwen's checkpoints have it."""
+"""Makes patches of images as the image processors of Qwen's checkpoints have it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class QwenProcessor:
-    """Resizes, normalises and cuts pictures. Any thread may use it."""
+    """Resizes, normalises and cuts images. Any thread may use it."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class QwenProcessor:
         temporal_patch_size: int,
         max_tokens: int,
     ) -> None:
-        """`processor` is one of transformers', and the sizes are those of `QwenVisionConfig`. Larger pictures
+        """`processor` is one of transformers', and the sizes are those of `QwenVisionConfig`. Larger images
         are made smaller than its own bound where that allows more than `max_tokens` tokens. ConfigError if it
         does not make what the model takes.
         """
@@ -49,7 +49,7 @@ class QwenProcessor:
         largest = max_tokens * (patch_size * merge_size) ** 2
         if largest < most:
             log.info(
-                "pictures are made smaller than %d pixels, so that they have at most %d tokens; the model's "
+                "images are made smaller than %d pixels, so that they have at most %d tokens; the model's "
                 "own bound is %d pixels",
                 largest,
                 max_tokens,
@@ -58,7 +58,7 @@ class QwenProcessor:
         self._size = {"shortest_edge": min(least, largest), "longest_edge": min(most, largest)}
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tell how many tokens a picture of so many pixels has. Raises BadImage for one that is too
+        """Tell how many tokens an image of so many pixels has. Raises BadImage for one that is too
         narrow.
         """
         least, most = self._size["shortest_edge"], self._size["longest_edge"]
@@ -77,7 +77,7 @@ class QwenProcessor:
         return tokens
 
     def process(self, image: PilImage) -> list[Part]:
-        """Return the patches of the picture, which take the place of its token. What is transparent becomes
+        """Return the patches of the image, which take the place of its token. What is transparent becomes
         white. Raises BadImage for colours that cannot be converted.
         """
         try:

@@ -1,4 +1,4 @@
-"""Puts the pictures of a prompt into it: checks them, makes patches of them, and makes room for them."""
+"""Puts the images of a prompt into it: checks them, makes patches of them, and makes room for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ U = TypeVar("U")
 
 
 class Patches(NamedTuple):
-    """What the encoder is given of a picture, or of a part that it encodes on its own, such as a tile."""
+    """What the encoder is given of an image, or of a part that it encodes on its own, such as a tile."""
 
     values: NDArray[np.float32]
     """float32[N, P], see `MediaItem.patches`."""
@@ -39,21 +39,21 @@ Part: TypeAlias = tuple[int, ...] | Patches
 
 
 class Processor(Protocol):
-    """Makes patches of pictures. Each kind of encoder has one (`processors`)."""
+    """Makes patches of images. Each kind of encoder has one (`processors`)."""
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tell how many tokens take the place of the token of a picture of so many pixels. Raises
+        """Tell how many tokens take the place of the token of an image of so many pixels. Raises
         BadImage.
         """
         ...
 
     def process(self, image: PilImage) -> Sequence[Part]:
-        """Return what takes the place of a picture's token. Raises BadImage."""
+        """Return what takes the place of an image's token. Raises BadImage."""
         ...
 
 
 class Placed(NamedTuple):
-    """A prompt with its pictures."""
+    """A prompt with its images."""
 
     token_ids: tuple[int, ...]
     media: tuple[MediaItem, ...] = ()
@@ -61,7 +61,7 @@ class Placed(NamedTuple):
 
 
 class ImageReader:
-    """Reads pictures for one model. Any thread may use it; a large picture takes a tenth of a second."""
+    """Reads images for one model. Any thread may use it; a large image takes a tenth of a second."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ImageReader:
         limits: ImageLimits,
         marks: tuple[str, str, str] | None = None,
     ) -> None:
-        """Take as `marks` the texts of the tokens that stand before a picture, for it, and behind it, where
+        """Take as `marks` the texts of the tokens that stand before an image, for it, and behind it, where
         texts may have the first alone (`Vision.around`).
         """
         self.limits = limits
@@ -80,12 +80,12 @@ class ImageReader:
 
     @property
     def image_token_id(self) -> int:
-        """The token that stands for a picture in a prompt."""
+        """The token that stands for an image in a prompt."""
         written = self._vision.written_token_id
         return self._vision.image_token_id if written is None else written
 
     def written_out(self, text: str) -> str:
-        """Write out a text in which pictures stand as the model's processor writes them: between two tokens
+        """Write out a text in which images stand as the model's processor writes them: between two tokens
         and blank lines, for a model whose templates write the first of these tokens in the place of all. It
         is done in the text because a tokenizer may join blank lines with those around them.
         """
@@ -105,17 +105,17 @@ class ImageReader:
         *,
         room: int,
     ) -> Placed:
-        """Put the pictures, in their order, in the places of the prompt's image tokens. `fields` are the
-        contract's paths of the pictures, and `where` is that of all of them.
+        """Put the images, in their order, in the places of the prompt's image tokens. `fields` are the
+        contract's paths of the images, and `where` is that of all of them.
 
-        Raises InvalidRequest with every picture that cannot be read, or if there are too many, of too many
+        Raises InvalidRequest with every image that cannot be read, or if there are too many, of too many
         pixels together, or not as many as places; PromptTooLong if the prompt would have more than `room` - 1
-        tokens, before any picture is decoded.
+        tokens, before any image is decoded.
         """
         places = [i for i, token in enumerate(token_ids) if token == self.image_token_id]
         if self.image_token_id != self._vision.image_token_id and self._vision.image_token_id in token_ids:
             described = (
-                f"the prompt has token {self._vision.image_token_id}, which stands for a part of a picture: "
+                f"the prompt has token {self._vision.image_token_id}, which stands for a part of an image: "
                 f"write token {self.image_token_id} in the place of a whole one"
             )
             raise InvalidRequest([Violation(where, described)])
@@ -148,7 +148,7 @@ class ImageReader:
         return self._expanded(token_ids, places, made)
 
     def _parts(self, image: Image) -> Sequence[Part]:
-        """Return what takes the place of one picture. Its header is read again, so that no picture has pixels
+        """Return what takes the place of one image. Its header is read again, so that no image has pixels
         in memory while others are decoded.
         """
         return self._processor.process(decode(read_header(image, self.limits)))

@@ -1,4 +1,4 @@
-"""Makes patches of pictures that are all brought to one size, as the image processor of Gemma 3 has it."""
+"""Makes patches of images that are all brought to one size, as the image processor of Gemma 3 has it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class SquareProcessor:
-    """Resizes, normalises and cuts pictures. Any thread may use it."""
+    """Resizes, normalises and cuts images. Any thread may use it."""
 
     def __init__(
         self, processor: Any, *, image_size: int, patch_size: int, tokens_per_side: int, max_tokens: int
     ) -> None:
         """`processor` is one of transformers', and the sizes are those of `SiglipVisionConfig`. ConfigError
-        if it does not make what the model takes, or if a picture has more than `max_tokens` tokens: none can
+        if it does not make what the model takes, or if an image has more than `max_tokens` tokens: none can
         be made smaller.
         """
         size = {"height": image_size, "width": image_size}
@@ -30,11 +30,11 @@ class SquareProcessor:
         if theirs != size:
             raise ConfigError(f"the image processor's size is {theirs}, and the model's {size}")
         if getattr(processor, "do_pan_and_scan", None):
-            raise ConfigError("do_pan_and_scan: further crops of a picture are not made; set it to false")
+            raise ConfigError("do_pan_and_scan: further crops of an image are not made; set it to false")
         self._num_tokens = tokens_per_side**2
         if self._num_tokens > max_tokens:
             raise ConfigError(
-                f"a picture of this model has {self._num_tokens} tokens, whatever its size: max_image_tokens "
+                f"an image of this model has {self._num_tokens} tokens, whatever its size: max_image_tokens "
                 f"must be at least as many, not {max_tokens}"
             )
         self._processor = processor
@@ -42,11 +42,11 @@ class SquareProcessor:
         self._kernel = self._side // tokens_per_side
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tell how many tokens a picture has, whatever its size."""
+        """Tell how many tokens an image has, whatever its size."""
         return self._num_tokens
 
     def process(self, image: PilImage) -> list[Part]:
-        """Return the patches of the picture, square by square. What is transparent becomes white. Raises
+        """Return the patches of the image, square by square. What is transparent becomes white. Raises
         BadImage for colours that cannot be converted.
         """
         try:

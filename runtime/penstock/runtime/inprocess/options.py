@@ -60,12 +60,12 @@ class PromptOptions(RequestOptions, total=False):
     """Keyword arguments of `generate` and `stream`."""
 
     media: Sequence[Image] | Sequence[Sequence[Image]] | None
-    """The pictures of the prompt, one for each place that it has for one (such as "<|image_pad|>"). A list of
+    """The images of the prompt, one for each place that it has for one (such as "<|image_pad|>"). A list of
     prompts takes a list of such sequences."""
 
 
 class ChatOptions(RequestOptions, total=False):
-    """Keyword arguments of `chat`. Its pictures are parts of the messages."""
+    """Keyword arguments of `chat`. Its images are parts of the messages."""
 
     tools: Sequence[Tool | Mapping[str, Any]] | None
     """What the model may call; mappings: name, description and parameters, bare or as in the OpenAI API."""
@@ -199,22 +199,22 @@ def prompt_job(engine: TextEngine, prompt: Any, options: PromptOptions) -> Job:
 
 def prompt_of(prompt: Any, media: Any = ()) -> Prompt:
     """Make a prompt of text or of token ids. InvalidRequest where it is empty, TypeError where it is neither,
-    or where `media` has anything but pictures.
+    or where `media` has anything but images.
     """
-    pictures = tuple(media)
-    if not all(isinstance(image, Image) for image in pictures):
+    images = tuple(media)
+    if not all(isinstance(image, Image) for image in images):
         raise TypeError("media: give a sequence of Image, such as [Image(path)]")
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequest([Violation("prompt", "must not be empty")])
-        return TextPrompt(prompt, pictures)
+        return TextPrompt(prompt, images)
     try:
         token_ids = tuple(map(operator.index, prompt))
     except TypeError as error:
         raise TypeError(f"prompt: give a text or a sequence of token ids: {error}") from error
     if not token_ids:
         raise InvalidRequest([Violation("input", "the prompt has no tokens")])
-    return TokenPrompt(token_ids, pictures)
+    return TokenPrompt(token_ids, images)
 
 
 def is_list_of_prompts(prompt: Prompts) -> bool:
@@ -224,7 +224,7 @@ def is_list_of_prompts(prompt: Prompts) -> bool:
 
 def jobs_of(engine: TextEngine, prompts: Prompts, options: PromptOptions) -> list[Job]:
     """Make a job for each prompt of a list. `request_id` is then a sequence of as many ids, and `media` of as
-    many sequences of pictures.
+    many sequences of images.
     """
     rest: dict[str, Any] = dict(options)
     ids: Sequence[str | None] = rest.pop("request_id", None) or [None] * len(prompts)

@@ -95,7 +95,7 @@ def config_for_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], direc
     """Add what only the checkpoint's tensors say: what their names begin with, and what is tied. A decoder
     saved by itself, without a head (as the larger Qwen3-Embedding), gets its embeddings as the head. A head
     that config.json ties to the embeddings, but that the files have beside them with other values, is not
-    tied, as in transformers. A model that reads pictures, saved without what reads them, reads texts alone.
+    tied, as in transformers. A model that reads images, saved without what reads them, reads texts alone.
     """
     if config.eagle is not None:
         return eagle.for_tensors(config, tensors)
@@ -109,7 +109,7 @@ def config_for_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], direc
         tied = True
     vision = config.vision
     if vision is not None and not any(name.endswith(names.vision_tensor) for name in tensors):
-        _log.warning("%s has no encoder of pictures: its text model alone is served", directory)
+        _log.warning("%s has no encoder of images: its text model alone is served", directory)
         vision = None
     config = dataclasses.replace(config, names=names, tie_word_embeddings=tied, vision=vision)
     differing = _differing_copies(config, tensors)

@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 _TRIED_SIDE = 509
-"""Pixels on a side of the picture that a processor is tried with: a prime, which no size of patches divides.
+"""Pixels on a side of the image that a processor is tried with: a prime, which no size of patches divides.
 """
 
 
 def find_processor(folder: Path, vision: VisionConfig, max_tokens: int) -> Processor | None:
-    """Find what makes a checkpoint's pictures ready; None, with a line in the log, if the folder has no image
+    """Find what makes a checkpoint's images ready; None, with a line in the log, if the folder has no image
     processor. ConfigError if it cannot be read, or does not make what the encoder takes. This takes seconds,
-    because transformers takes long to import. `max_tokens` are the most that a picture may have.
+    because transformers takes long to import. `max_tokens` are the most that an image may have.
     """
     files = [file for name in FILES if (file := folder / name).is_file()]
     if not files:
-        log.warning("%s has none of %s: prompts can have no pictures", folder, " and ".join(FILES))
+        log.warning("%s has none of %s: prompts can have no images", folder, " and ".join(FILES))
         return None
     listed = {file.name: read_json_object(file) for file in files}  # which says more than transformers does
     if isinstance(vision, Llama4VisionConfig):
@@ -57,7 +57,7 @@ def find_processor(folder: Path, vision: VisionConfig, max_tokens: int) -> Proce
         except ConfigError as error:
             raise ConfigError(f"{files[0]}: {error}") from error
         return ours
-    import transformers  # noqa: PLC0415  # a second, which only models that read pictures need
+    import transformers  # noqa: PLC0415  # a second, which only models that read images need
 
     auto: Any = transformers.AutoImageProcessor
     try:
@@ -74,14 +74,14 @@ def find_processor(folder: Path, vision: VisionConfig, max_tokens: int) -> Proce
 
 
 def find_written_token(folder: Path, vision: VisionConfig) -> int | None:
-    """Find the token that a prompt has for each picture, where config.json does not name it. ConfigError if
+    """Find the token that a prompt has for each image, where config.json does not name it. ConfigError if
     the tokenizer has no such token.
     """
     return _tokens(folder, ("<|image|>",))[0] if isinstance(vision, Llama4VisionConfig) else None
 
 
 def _try(processor: Processor) -> None:
-    """Raise an error if no picture can be processed, so that callers are not told that theirs are wrong."""
+    """Raise an error if no image can be processed, so that callers are not told that theirs are wrong."""
     image = PilImage.new("RGB", (_TRIED_SIDE, _TRIED_SIDE))
     with np.errstate(divide="ignore", invalid="ignore"):  # told below
         counted, parts = processor.num_tokens(*image.size), processor.process(image)
@@ -89,7 +89,7 @@ def _try(processor: Processor) -> None:
     made = sum(part.num_tokens + len(part.row_ends) for part in of_patches)
     made += sum(len(part) for part in parts if not isinstance(part, Patches))
     if made != counted:
-        raise ConfigError(f"the image processor makes {made} tokens of a picture that has {counted}")
+        raise ConfigError(f"the image processor makes {made} tokens of an image that has {counted}")
     if not all(np.isfinite(part.values).all() for part in of_patches):
         raise ConfigError("the image processor makes pixels that are no finite numbers")
 
@@ -146,7 +146,7 @@ def _adapted(processor: Any, folder: Path, vision: VisionConfig, max_tokens: int
 
 
 def _settings_of(listed: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Find what the files say of pictures: where transformers writes it for the whole processor, if it is
+    """Find what the files say of images: where transformers writes it for the whole processor, if it is
     there.
     """
     inner = listed.get("processor_config.json", {}).get("image_processor")
@@ -220,10 +220,10 @@ def _tokens(folder: Path, wanted: Sequence[str]) -> tuple[int, ...]:
     """Find the ids of special tokens. ConfigError if the tokenizer has no such tokens."""
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
-        raise ConfigError(f"{tokenizer} is missing, which has the tokens {' and '.join(wanted)} of pictures")
+        raise ConfigError(f"{tokenizer} is missing, which has the tokens {' and '.join(wanted)} of images")
     added = read_json_object(tokenizer).get("added_tokens") or ()
     known = {str(token["content"]): int(token["id"]) for token in added}
     missing = [token for token in wanted if token not in known]
     if missing:
-        raise ConfigError(f"{tokenizer} has no {' and '.join(missing)}, which prompts with pictures need")
+        raise ConfigError(f"{tokenizer} has no {' and '.join(missing)}, which prompts with images need")
     return tuple(known[token] for token in wanted)

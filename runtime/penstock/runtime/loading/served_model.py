@@ -115,9 +115,9 @@ class ServedModel:
     reader: Reader | None = None
     """What it is, if it generates nothing; None: it generates."""
     vision: Vision | None = None
-    """What it makes of pictures; None: it reads none."""
+    """What it makes of images; None: it reads none."""
     image_processor: Processor | None = None
-    """Makes pictures ready for it; None: it reads none, or its files do not say how."""
+    """Makes images ready for it; None: it reads none, or its files do not say how."""
     adapted: AdaptedModel | None = None
     """What adapters may change of it; None: the engine is made without them."""
     draft: DraftModel | None = None
@@ -506,7 +506,7 @@ def why_no_draft(model: ModelConfig, target: ModelConfig) -> str:
         return "it has a recurrent state, which cannot go back to where a guess was wrong"
     if model.eagle is not None:
         return _why_no_head(model, model.eagle, target)
-    return "" if model.vision is None else "it reads pictures, which a draft does not get"
+    return "" if model.vision is None else "it reads images, which a draft does not get"
 
 
 def _why_no_target(target: ModelConfig) -> str:
@@ -520,7 +520,7 @@ def _why_no_target(target: ModelConfig) -> str:
             "all layers of the model that is served have a sliding window, so pages behind it are given back"
         )
     if target.vision is not None:
-        return "the model that is served reads pictures, which a draft does not get"
+        return "the model that is served reads images, which a draft does not get"
     return ""
 
 

@@ -317,7 +317,7 @@ class Steps(Generic[StepT]):
         elapsed_ns = waited_ns - max(step.dispatched_ns, self.waited_ns)
         plan = step.planned.plan
         if plan.encodes:
-            pass  # how long the pictures took is not known, so the time says nothing about the tokens
+            pass  # how long the images took is not known, so the time says nothing about the tokens
         elif plan.apart:
             self._pacer.constrained(elapsed_ns)
         elif plan.decode_only:

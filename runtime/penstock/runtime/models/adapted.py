@@ -1,5 +1,5 @@
 """Which layers of a model adapters may change: every linear layer of the decoder but head and embeddings,
-latent attention's kv_b_proj, and experts. Routers and encoders of pictures keep what they have.
+latent attention's kv_b_proj, and experts. Routers and encoders of images keep what they have.
 
 The places of experts lie behind all others, because most of the room would be theirs: an engine that takes no
 adapters of experts has a pool without them.

@@ -247,7 +247,7 @@ class PerLayerConfig:
     activation: Activation
     pad_token_id: int = 0
     padded_tokens: tuple[int, ...] = ()
-    """Tokens that stand for pictures and sounds, which have the embeddings of `pad_token_id`."""
+    """Tokens that stand for images and sounds, which have the embeddings of `pad_token_id`."""
     pieces: int = 1
     """Into how many pieces the tokens of the table are cut (`cutting`). The size is that of all."""
 
@@ -262,7 +262,7 @@ class ModelConfig:
     one). embed_norm: embeddings are normalised. positions_from: the entry that the first position has in a
     table of learned positions; None: there is no such table. head_bias: of the head. embedding_scale:
     embeddings are multiplied by it. logits_scale, logits_softcap: logits are multiplied by the first, and
-    then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model reads none.
+    then l becomes softcap * tanh(l / softcap). vision: what reads images; None: the model reads none.
     predictor: the layer that a checkpoint has behind those of the decoder, which predicts the token after the
     next one (multi-token prediction); None: it has none. predicts: whether the model has that layer. eagle:
     what makes it an EAGLE head, which has one layer; None: it is a model of its own. names: of the

@@ -26,7 +26,7 @@ whatever is not in this table, is the same on all devices.
 | head, if its size divides | by tokens | a gather of the logits |
 | encoders: biases of distances | by heads | |
 | attention with layer norms of each head | not | |
-| routers, other norms, products of embeddings of each layer, encoders of pictures | not | |
+| routers, other norms, products of embeddings of each layer, encoders of images | not | |
 | encoders: tables of positions, types and vectors of distances; classifiers | not | |
 """
 

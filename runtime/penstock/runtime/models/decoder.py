@@ -295,7 +295,7 @@ class CausalLM(PooledModel):
 
         token_ids, positions: int32 [T]. kv: one cache for each layer that has its own. metas: the row and
         page of each token, one for each group of the cache's layers. media: where rows of the batch may have
-        pictures; None: no row has. adapters: those of the tokens; None: no token has one. taps: layers whose
+        images; None: no row has. adapters: those of the tokens; None: no token has one. taps: layers whose
         inputs are wanted, too; their number stands for what the last layer gives. Returns the hidden states
         before the final norm in the model's dtype, [T, E] or, with those of N taps beside them,
         [T, (1 + N) * E]; and the new caches.
@@ -387,9 +387,9 @@ class CausalLM(PooledModel):
         return Passed(x, of_layers), tuple(caches)
 
     def encode(self, inputs: Any, num_patches: jax.Array) -> tuple[jax.Array, ...]:
-        """Compute the embeddings of pictures, for a model that reads them: see `Tower`."""
+        """Compute the embeddings of images, for a model that reads them: see `Tower`."""
         if self.visual is None:
-            raise ValueError(f"{self.config.architecture} reads no pictures")
+            raise ValueError(f"{self.config.architecture} reads no images")
         with jax.named_scope("vision"):
             return self.visual(inputs, num_patches, self.pools)
 

@@ -63,7 +63,7 @@ class RopeConfig:
     """Which of the two are used, for every token: keys in the cache must not depend on how long a sequence
     becomes."""
     sections: tuple[int, ...] = ()
-    """M-RoPE: how many pairs of channels turn by the time, the row and the column of a token of a picture.
+    """M-RoPE: how many pairs of channels turn by the time, the row and the column of a token of an image.
     Empty: all turn by one position."""
     interleaved: bool = False
     """Whether pairs of time, row and column alternate, as long as there are such; else each section is one

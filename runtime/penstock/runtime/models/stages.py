@@ -126,7 +126,7 @@ def _check(model: ModelConfig, count: int) -> None:
     elif not model.generates:
         what = "it generates nothing"
     elif model.vision is not None:
-        what = "it reads pictures"
+        what = "it reads images"
     if what is not None:
         raise ConfigError(
             f"pipeline_parallel_size: {model.architecture} cannot be cut into {count} stages: {what}"

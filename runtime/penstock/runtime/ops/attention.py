@@ -67,7 +67,7 @@ class AttentionMeta(NamedTuple):
     state_to: Array | None = None  # int32[R] entries that they write; past the end: padding
     state_cut: Array | None = None  # int32[R] after how many tokens a row's state is kept too; 0: not
     state_cut_to: Array | None = None  # int32[R] the entries that keep it; past the end: none
-    # None where each token sees nothing behind it; else tokens of a picture see those of the same picture.
+    # None where each token sees nothing behind it; else tokens of an image see those of the same image.
     reach: Array | None = None  # int32[T] the last position that each token sees, in this step; no smaller
     # than its own, nor than that of the token before it in its row
 

@@ -177,7 +177,7 @@ def checkpoint_programs(model: str, options: EngineConfig, backend: Backend) -> 
     found = shapes_of_model(model, options, backend)
     if found.vision is not None:
         raise ConfigError(
-            f"{found.architecture} reads pictures, and programs of such models are compiled where they run"
+            f"{found.architecture} reads images, and programs of such models are compiled where they run"
         )
     return _builder(with_whole_texts(found, options, backend), options, backend)
 

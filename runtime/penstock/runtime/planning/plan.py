@@ -382,7 +382,7 @@ class _Parts:
             is_table = path[0] == "embed_tokens"
             is_head = path[0] == "lm_head" or (is_table and model.tie_word_embeddings and self.chooses)
             if path[0] == "visual":
-                continue  # steps read no pictures
+                continue  # steps read no images
             if is_head:
                 num_bytes, operations = num_bytes + size, operations + products * rows
             elif table is not None:

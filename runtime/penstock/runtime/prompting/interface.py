@@ -49,7 +49,7 @@ class TextEngine(RequestQueue, Protocol):
 
     @property
     def images(self) -> ImageReader | None:
-        """What reads the pictures of prompts; None for a model that reads none."""
+        """What reads the images of prompts; None for a model that reads none."""
         ...
 
     @property

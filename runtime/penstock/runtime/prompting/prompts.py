@@ -136,7 +136,7 @@ class TextPrompt:
 
     text: str
     images: tuple[Image, ...] = ()
-    """One for each place that the text has for a picture, such as "<|image_pad|>"."""
+    """One for each place that the text has for an image, such as "<|image_pad|>"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class TokenPrompt:
 
     token_ids: tuple[int, ...]
     images: tuple[Image, ...] = ()
-    """One for each image token; the engine repeats the token as often as the picture needs."""
+    """One for each image token; the engine repeats the token as often as the image needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,9 @@ class Encoded(NamedTuple):
     text: str = ""
     """What a conversation was rendered to; else empty."""
     media: tuple[MediaItem, ...] = ()
-    """Its pictures; `token_ids` has as many tokens for each as it needs."""
+    """Its images; `token_ids` has as many tokens for each as it needs."""
     rotary: RotaryPositions | None = None
-    """The rotary positions of a prompt with pictures."""
+    """The rotary positions of a prompt with images."""
 
 
 def encode(
@@ -181,12 +181,12 @@ def encode(
 ) -> Encoded:
     """Encode a prompt as token ids for a context of `room` tokens. Where `add_special_tokens` is None, texts
     get special tokens and conversations do not, because their template writes its own. `reader` reads
-    pictures; None: the model takes none.
+    images; None: the model takes none.
 
-    It takes the longer the longer the prompt is, a tenth of a second for each large picture, and up to
+    It takes the longer the longer the prompt is, a tenth of a second for each large image, and up to
     seconds for a conversation with a template of its own. Raises what `check_length` raises, before a long
     text is tokenized, what `ImageReader.place` raises, InvalidRequest where the template refuses the
-    conversation, or where a prompt with pictures is to be cut, and UnsupportedFeature for pictures without a
+    conversation, or where a prompt with images is to be cut, and UnsupportedFeature for images without a
     `reader`.
     """
     images = images_of(prompt)
@@ -206,7 +206,7 @@ def encode(
 
 
 def images_of(prompt: Prompt) -> list[tuple[str, Image]]:
-    """List the pictures of a prompt in their order, each with the contract's path."""
+    """List the images of a prompt in their order, each with the contract's path."""
     if isinstance(prompt, ChatPrompt):
         return prompt.chat.images
     return [(f"media[{i}]", image) for i, image in enumerate(prompt.images)]
@@ -221,7 +221,7 @@ def _encode(
     cuts: bool,
     add_special_tokens: bool | None,
 ) -> Encoded:
-    """Encode the prompt with one token for each picture. written_out: see `ImageReader.written_out`."""
+    """Encode the prompt with one token for each image. written_out: see `ImageReader.written_out`."""
     if isinstance(prompt, TokenPrompt):
         return Encoded(prompt.token_ids)
     assert codec is not None, "prompts of text are refused where there is no tokenizer"

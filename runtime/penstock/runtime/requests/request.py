@@ -194,9 +194,9 @@ class Request:
     bias_row: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     """What `sampling` adds to each logit, float32[V], if it was made before the request runs."""
     media: tuple[MediaItem, ...] = ()
-    """The pictures of the prompt, in order of their places."""
+    """The images of the prompt, in order of their places."""
     rotary: RotaryPositions | None = field(default=None, repr=False)
-    """The rotary positions of a prompt with pictures; None: they are the positions in the prompt."""
+    """The rotary positions of a prompt with images; None: they are the positions in the prompt."""
     reading: PromptReading | None = None
     """What is wanted of the prompt alone. The request then ends with its prompt, and generates nothing."""
     adapter: str | None = None

@@ -52,13 +52,13 @@ class PageSupply:
         will not read again. False if it gets none at all.
 
         There are too few only if other requests hold some of the old pages too. Then the sequence computes a
-        shorter chunk, and preempts others for its first token, or for a picture there that must not be cut.
+        shorter chunk, and preempts others for its first token, or for an image there that must not be cut.
         """
         groups, start = self._roster.groups, seq.num_computed
         groups.drop_unread(seq, start)
         chunk = draft.max_chunk or self._config.max_num_batched_tokens
         least = start + 1
-        if self._config.whole_picture_tokens:
+        if self._config.whole_image_tokens:
             least = next((item.end for item in seq.request.media if item.start <= start < item.end), least)
         end = max(min(start + chunk, seq.prefill_until, groups.reachable(seq)), least)
         return end <= seq.covered or self.grow(seq, end, draft)

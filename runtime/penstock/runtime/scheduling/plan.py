@@ -97,15 +97,15 @@ NO_SNAPSHOT_USE = SnapshotUse()
 
 
 class Encode(NamedTuple):
-    """A picture that is encoded before the rows of a step are computed."""
+    """An image that is encoded before the rows of a step are computed."""
 
     item: MediaItem
     blocks: tuple[int, ...]
     """The blocks of the pool that its embeddings are written to, see `image_pool`."""
 
 
-class PictureRows(NamedTuple):
-    """Tokens of a row that are a picture's."""
+class ImageRows(NamedTuple):
+    """Tokens of a row that are an image's."""
 
     row: int
     """Number of the row in the plan."""
@@ -113,10 +113,10 @@ class PictureRows(NamedTuple):
     """Which of the row's tokens is the first of these."""
     num_tokens: int
     first: int
-    """Which token of the picture that one is."""
+    """Which token of the image that one is."""
     item: MediaItem
     blocks: tuple[int, ...]
-    """The blocks of the pool that hold all embeddings of the picture."""
+    """The blocks of the pool that hold all embeddings of the image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,9 @@ class Plan:
     apart: bool = False
     """Whether this is a step of rows that take part in no window, between windows of the others."""
     encodes: tuple[Encode, ...] = ()
-    """The pictures to encode before the rows are computed."""
-    pictures: tuple[PictureRows, ...] = ()
-    """The tokens of the rows that stand for pictures."""
+    """The images to encode before the rows are computed."""
+    images: tuple[ImageRows, ...] = ()
+    """The tokens of the rows that stand for images."""
     adapter_loads: tuple[tuple[int, AdapterWeights], ...] = ()
     """(slot of adapters, adapter): the adapters to write before the step."""
     adapter_slots: Mapping[int, int] = field(default_factory=dict)
@@ -298,7 +298,7 @@ class Draft:
     pooled: dict[int, int] = field(default_factory=dict)
     """See `Plan.pooled`."""
     encodes: list[Encode] = field(default_factory=list)
-    pictures: list[PictureRows] = field(default_factory=list)
+    images: list[ImageRows] = field(default_factory=list)
 
     def plan(self, step_id: int) -> Plan:
         """Return the finished plan."""
@@ -315,7 +315,7 @@ class Draft:
             snapshots=self.snapshots,
             apart=self.single_rows is True,
             encodes=tuple(self.encodes),
-            pictures=tuple(self.pictures),
+            images=tuple(self.images),
             adapter_loads=tuple(self.adapter_loads),
             adapter_slots=self.adapter_slots,
             pooled=self.pooled,

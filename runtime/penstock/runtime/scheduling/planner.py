@@ -186,7 +186,7 @@ class Planner:
         waiting.happened(NEXT_STEP)
         if snapshots is not None:
             snapshots.begin_plan(self._roster.has_forks)
-        self._roster.pictures.begin_plan()
+        self._roster.images.begin_plan()
         if self._roster.groups.windowed:
             self._roster.groups.drop_behind(self._roster.running)
         if waiting and self._config.by_priority:

@@ -11,20 +11,20 @@ whose ends it computes. Of these it takes
 4. the last page before its last token, or of this row if it does not get so far: the whole sequence may come
    again, or go on in another request.
 
-`Pictures` has the pictures of prompts encoded. A chunk may hold tokens of a picture only if the picture's
-embeddings are in the pool, or are computed by the same plan, before its rows. So a chunk ends before a
-picture for which the pool has no room, or which would exceed what a plan may encode. The first picture of a
+`Images` has the images of prompts encoded. A chunk may hold tokens of an image only if the image's
+embeddings are in the pool, or are computed by the same plan, before its rows. So a chunk ends before an
+image for which the pool has no room, or which would exceed what a plan may encode. The first image of a
 plan is encoded whatever it costs: so the first prompt in order of rank goes on in every plan if there is room
 in the pool.
 
-There always will be. A picture stays in the pool only while a sequence has computed a part of its tokens, and
-such a sequence needs no further picture to compute the others. A waiting sequence enters only if its first
+There always will be. An image stays in the pool only while a sequence has computed a part of its tokens, and
+such a sequence needs no further image to compute the others. A waiting sequence enters only if its first
 token can be computed in the same plan.
 
-Where a picture's tokens see those behind them (`SchedulerConfig.whole_picture_tokens`), no chunk ends within
-a picture. A chunk that would ends before it; one that begins there goes to the picture's end, beyond what it
+Where an image's tokens see those behind them (`SchedulerConfig.whole_image_tokens`), no chunk ends within
+an image. A chunk that would ends before it; one that begins there goes to the image's end, beyond what it
 was to get, as long as the step has room. A step always has room for the first in order of rank. A chunk may
-begin within a picture behind pages that are shared: their keys depend on the whole picture, so what these
+begin within an image behind pages that are shared: their keys depend on the whole image, so what these
 pages hold has seen all of it.
 """
 
@@ -34,7 +34,7 @@ from collections import deque
 
 from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.scheduling.admission import Admission
-from penstock.runtime.scheduling.plan import NO_SNAPSHOT_USE, Draft, Encode, PictureRows, PlanRow, SnapshotUse
+from penstock.runtime.scheduling.plan import NO_SNAPSHOT_USE, Draft, Encode, ImageRows, PlanRow, SnapshotUse
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
@@ -103,15 +103,15 @@ class Cuts:
         return best
 
 
-class Pictures:
-    """Encodes the pictures of one plan after the other."""
+class Images:
+    """Encodes the images of one plan after the other."""
 
     def __init__(self, roster: Roster, max_encode_patches: int, *, can_cut: bool) -> None:
-        """`max_encode_patches`: most patches that a plan encodes, unless its first picture has more.
-        can_cut: whether a chunk may end within a picture.
+        """`max_encode_patches`: most patches that a plan encodes, unless its first image has more.
+        can_cut: whether a chunk may end within an image.
         """
         self._roster = roster
-        self._pool = roster.pictures
+        self._pool = roster.images
         self._most = max_encode_patches
         self._can_cut = can_cut
 
@@ -127,14 +127,14 @@ class Pictures:
 
     def reach(self, seq: Sequence, start: int, end: int, most: int, draft: Draft) -> int:
         """Tell how far the chunk of a sequence that begins at `start` can go: to `end`, or to the first
-        picture before it that cannot be used in this plan, or that would be cut; or to the end of the picture
-        at `start`, but not beyond `most`. The pictures up to there are encoded by the plan if they are not in
+        image before it that cannot be used in this plan, or that would be cut; or to the end of the image
+        at `start`, but not beyond `most`. The images up to there are encoded by the plan if they are not in
         the pool, and the sequence holds the one that it leaves unfinished.
         """
         cut = next((item for item in seq.request.media if item.start < end < item.end), None)
         if cut is not None and not self._can_cut:
-            at_picture = cut.end if cut.end <= most else start
-            end = cut.start if cut.start > start else at_picture
+            at_image = cut.end if cut.end <= most else start
+            end = cut.start if cut.start > start else at_image
         unfinished = None
         for item in seq.request.media:
             if item.end <= start:
@@ -144,32 +144,32 @@ class Pictures:
             if not self._can_use(item, draft):
                 end = max(item.start, start)
                 break
-            picture = self._pool.find(item.digest)
-            if picture is None:
-                picture = self._pool.add(item.digest, item.num_tokens)
-                draft.encodes.append(Encode(item, picture.blocks))
+            image = self._pool.find(item.digest)
+            if image is None:
+                image = self._pool.add(item.digest, item.num_tokens)
+                draft.encodes.append(Encode(item, image.blocks))
             else:
-                self._pool.use(picture)
-            unfinished = picture if end < item.end else None
-        if end > start and unfinished is not seq.picture:
-            self._roster.let_go_of_picture(seq)
+                self._pool.use(image)
+            unfinished = image if end < item.end else None
+        if end > start and unfinished is not seq.image:
+            self._roster.let_go_of_image(seq)
             if unfinished is not None:
                 self._pool.hold(unfinished)
-                seq.picture = unfinished
+                seq.image = unfinished
         return end
 
-    def rows(self, seq: Sequence, start: int, end: int, row: int) -> list[PictureRows]:
-        """Tell where the embeddings of the pictures lie that the positions [start, end) of a sequence have,
+    def rows(self, seq: Sequence, start: int, end: int, row: int) -> list[ImageRows]:
+        """Tell where the embeddings of the images lie that the positions [start, end) of a sequence have,
         in row number `row` of the plan.
         """
         found = []
         for item in seq.request.media:
             first, last = max(item.start, start), min(item.end, end)
             if first < last:
-                picture = self._pool.find(item.digest)
-                assert picture is not None, "a chunk has tokens of a picture that is not encoded"
+                image = self._pool.find(item.digest)
+                assert image is not None, "a chunk has tokens of an image that is not encoded"
                 found.append(
-                    PictureRows(row, first - start, last - first, first - item.start, item, picture.blocks)
+                    ImageRows(row, first - start, last - first, first - item.start, item, image.blocks)
                 )
         return found
 
@@ -205,8 +205,8 @@ class Prefills:
         self._config = config
         self._roster = roster
         self._admission = admission
-        can_cut = not config.whole_picture_tokens
-        self._pictures = Pictures(roster, config.max_encode_patches, can_cut=can_cut)
+        can_cut = not config.whole_image_tokens
+        self._images = Images(roster, config.max_encode_patches, can_cut=can_cut)
         snapshots = roster.snapshots
         self._cuts = None if snapshots is None else Cuts(roster, snapshots)
         self._blocked: Sequence | None = None
@@ -233,7 +233,7 @@ class Prefills:
                 prefix = self._admission.may_enter(candidate, draft)
                 if prefix is not None:
                     start = prefix.num_computed
-                    prefix = prefix if self._pictures.can_begin(candidate, start, draft, room) else None
+                    prefix = prefix if self._images.can_begin(candidate, start, draft, room) else None
                 if prefix is None:
                     entering = candidate.awaits is not None  # if it did not step aside, no other may enter
                     self._blocked = None if entering else candidate
@@ -253,7 +253,7 @@ class Prefills:
                 shared = True
             start = seq.num_computed
             taken = self._advance(seq, min(count, budget, most), room, draft)
-            if taken:  # none if a picture that comes next cannot be encoded in this plan
+            if taken:  # none if an image that comes next cannot be encoded in this plan
                 parts.append((seq, start))
                 draft.chunked.add(seq)
                 budget -= taken
@@ -267,7 +267,7 @@ class Prefills:
                 again = min(seq.num_computed, seq.recompute_until) - start
                 self._roster.counts.recomputed_tokens += again
             if seq.request.media:
-                draft.pictures += self._pictures.rows(seq, start, seq.num_computed, len(draft.rows))
+                draft.images += self._images.rows(seq, start, seq.num_computed, len(draft.rows))
             if self._cuts is not None:
                 # Nobody can use the row's pages before the next step, when its snapshot can be read too.
                 use = self._cuts.use(seq, start, seq.num_computed)
@@ -313,14 +313,14 @@ class Prefills:
         return self._config.max_num_batched_tokens - num_decodes
 
     def _advance(self, seq: Sequence, most: int, room: int, draft: Draft) -> int:
-        """Add up to `most` tokens to the next chunk of a prefill, or up to `room` to reach the end of a
-        picture. Returns how many it added.
+        """Add up to `most` tokens to the next chunk of a prefill, or up to `room` to reach the end of an
+        image. Returns how many it added.
         """
         start = seq.num_computed
         # With a sliding window, perhaps fewer positions than `prefill_until` have pages.
         end = min(start + most, seq.prefill_until, seq.covered)
         if seq.request.media:
-            end = self._pictures.reach(seq, start, end, min(start + room, seq.covered), draft)
+            end = self._images.reach(seq, start, end, min(start + room, seq.covered), draft)
         seq.num_computed = end
         if self._cuts is None:
             self._publish(seq)

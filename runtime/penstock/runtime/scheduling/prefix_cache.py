@@ -7,7 +7,7 @@ cache, so the keys of a prompt never change, and the thread that submits it can 
 the engine's lock. Tokens are not compared: the hash is BLAKE2b of 128 bits with a secret of this process, so
 equal keys for different prefixes neither happen by chance nor can be searched for.
 
-The keys of pages with tokens of pictures also depend on the pictures, because these tokens are all equal.
+The keys of pages with tokens of images also depend on the images, because these tokens are all equal.
 
 Which pages may have a key. All of this must hold: a dispatched step writes their KV, all their tokens are
 known, and nothing writes them again. The pages of a prefill are published when the chunk that fills them is
@@ -227,8 +227,8 @@ class PrefixCache:
             tokens = array("i", token_ids[first * page_size : last * page_size])
             data, width = tokens.tobytes(), tokens.itemsize * page_size
             for index, at in enumerate(range(0, len(data), width), first):
-                pictures = _pictures_of(request, index * page_size, page_size) if request.media else b""
-                parent = self._hash(parent + data[at : at + width] + pictures)
+                images = _images_of(request, index * page_size, page_size) if request.media else b""
+                parent = self._hash(parent + data[at : at + width] + images)
                 keys.append(parent)
 
     def _root(self, request: Request) -> bytes:
@@ -240,8 +240,8 @@ class PrefixCache:
         return blake2b(data, digest_size=_KEY_BYTES, key=self._secret).digest()
 
 
-def _pictures_of(request: Request, start: int, page_size: int) -> bytes:
-    """Return what a page from position `start` on has of pictures: their digests, and where they begin in
+def _images_of(request: Request, start: int, page_size: int) -> bytes:
+    """Return what a page from position `start` on has of images: their digests, and where they begin in
     it.
     """
     return b"".join(

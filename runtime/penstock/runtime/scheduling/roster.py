@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from penstock.runtime.requests.request import request_id_of
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
-from penstock.runtime.scheduling.image_pool import PicturePool
+from penstock.runtime.scheduling.image_pool import ImagePool
 from penstock.runtime.scheduling.load import Counts, Load, LostPages
 from penstock.runtime.scheduling.pages import PageGroup, PageGroups, PagePool, Prefix
 from penstock.runtime.scheduling.prefix_cache import PrefixCache
@@ -54,8 +54,8 @@ class Roster:
         self.cache = PrefixCache(self.groups, self.waiting, self.snapshots, enabled=most_cached != 0)
         self.adapters = AdapterSlots(config.max_adapters)
         """The adapters that are on the device."""
-        self.pictures = PicturePool(config.picture_blocks)
-        """The pictures whose embeddings are on the device."""
+        self.images = ImagePool(config.image_blocks)
+        """The images whose embeddings are on the device."""
         self.running: list[Sequence] = []
         self.counts = Counts()
         """What has been counted since the start."""
@@ -263,22 +263,22 @@ class Roster:
         self.groups.leave(seq)
         if self.snapshots is not None:
             self.snapshots.leave(seq)
-        self.let_go_of_picture(seq)
+        self.let_go_of_image(seq)
         seq.slot = seq.feature_slot = seq.adapter_slot = None
 
-    def let_go_of_picture(self, seq: Sequence) -> None:
-        """Note that a sequence computes no further token of the picture that it holds, if it holds one."""
-        if seq.picture is not None:
-            self.pictures.let_go(seq.picture)
-            seq.picture = None
+    def let_go_of_image(self, seq: Sequence) -> None:
+        """Note that a sequence computes no further token of the image that it holds, if it holds one."""
+        if seq.image is not None:
+            self.images.let_go(seq.image)
+            seq.image = None
 
-    def forget_pictures(self) -> None:
-        """Forget all embeddings of pictures: new weights would make others. Sequences in the midst of a
-        picture have it encoded again.
+    def forget_images(self) -> None:
+        """Forget all embeddings of images: new weights would make others. Sequences in the midst of an
+        image have it encoded again.
         """
         for seq in self.running:
-            self.let_go_of_picture(seq)
-        self.pictures.forget()
+            self.let_go_of_image(seq)
+        self.images.forget()
 
     def load(self) -> Load:
         return Load(
@@ -302,7 +302,7 @@ class Roster:
         if self.snapshots is not None:
             self.snapshots.check(running)
         self.adapters.check(digest for seq in running if (digest := seq.request.adapter_digest))
-        self.pictures.check(seq.picture for seq in running if seq.picture is not None)
+        self.images.check(seq.image for seq in running if seq.image is not None)
         slots = [seq.slot for seq in running if seq.slot is not None]
         _expect(len(slots) == len(running), "a running sequence has no slot")
         _expect(
@@ -328,7 +328,7 @@ class Roster:
             name = seq.request_id
             _expect(seq.status is Status.WAITING, f"{name} is {seq.status} among the waiting")
             _expect(not seq.tables and seq.slot is None, f"{name} waits but holds pages or a slot")
-            _expect(seq.picture is None, f"{name} waits but holds a picture")
+            _expect(seq.image is None, f"{name} waits but holds an image")
             _expect(seq.feature_slot is None, f"{name} waits but holds a feature slot")
             _expect(seq.adapter_slot is None, f"{name} waits but holds an adapter's slot")
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")

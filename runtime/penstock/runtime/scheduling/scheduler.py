@@ -707,7 +707,7 @@ class Scheduler:
             self.roster.preempt(seq)
         for seq in self.roster.waiting:
             seq.forget_prompt_values()
-        self.roster.forget_pictures()
+        self.roster.forget_images()
         self.flush_prefix_cache()
 
     def name_adapters(self, named: frozenset[str], pinned: frozenset[str]) -> None:

@@ -74,13 +74,13 @@ class SchedulerConfig:
     """The lengths that windows may have, ascending from 1; empty: any length."""
     max_adapters: int = 0
     """Slots of adapters."""
-    picture_blocks: int = 0
-    """Blocks of the pool of picture embeddings, see `image_pool`; 0: prompts have no pictures."""
-    whole_picture_tokens: int = 0
-    """The most tokens of a picture, where all of them are computed in one step because they see those behind
-    them in the picture; 0: a picture may be cut."""
+    image_blocks: int = 0
+    """Blocks of the pool of image embeddings, see `image_pool`; 0: prompts have no images."""
+    whole_image_tokens: int = 0
+    """The most tokens of an image, where all of them are computed in one step because they see those behind
+    them in the image; 0: an image may be cut."""
     max_encode_patches: int = 0
-    """Most patches of pictures that a step encodes; a single picture may have more."""
+    """Most patches of images that a step encodes; a single image may have more."""
     max_proposed_tokens: int = 0
     """Most tokens that are proposed for a sequence in a step, see `proposals`; 0: none are."""
     max_rows: int | None = None
@@ -137,10 +137,10 @@ class SchedulerConfig:
             if group.num_pages < 1 or group.window is None or group.window < 1
         ]
         room = self.max_num_batched_tokens - self.most_rows
-        if self.whole_picture_tokens > max(room, 0):
+        if self.whole_image_tokens > max(room, 0):
             bad.append(
-                f"max_num_batched_tokens must be at least {self.whole_picture_tokens + self.most_rows}, not "
-                f"{self.max_num_batched_tokens}: a picture of {self.whole_picture_tokens} tokens is computed "
+                f"max_num_batched_tokens must be at least {self.whole_image_tokens + self.most_rows}, not "
+                f"{self.max_num_batched_tokens}: an image of {self.whole_image_tokens} tokens is computed "
                 f"in one step, beside up to {self.most_rows} tokens of requests that decode"
             )
         if self.max_proposed_tokens < 0:
@@ -171,7 +171,7 @@ class SchedulerConfig:
         """
         if group.window is None:
             return group.num_pages
-        chunk = max(self.max_prefill_chunk or self.max_num_batched_tokens, self.whole_picture_tokens)
+        chunk = max(self.max_prefill_chunk or self.max_num_batched_tokens, self.whole_image_tokens)
         return min(group.num_pages, -(-(group.window + chunk) // self.page_size) + 1)
 
     @property
@@ -184,7 +184,7 @@ class SchedulerConfig:
 
     def context_limit(self, request: Request) -> int:
         """Return the most tokens, prompt and generated, that a request may reach. Raises PromptTooLong or
-        ExceedsKVCapacity, or InvalidRequest for a picture that is too large.
+        ExceedsKVCapacity, or InvalidRequest for an image that is too large.
 
         The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
         request is never an input, so T tokens in all need KV for T - 1 positions. A request with max_tokens
@@ -192,10 +192,10 @@ class SchedulerConfig:
         only needs KV for its prompt, and ends CONTEXT_FULL at min(max_model_len, capacity + 1) tokens.
         """
         for i, item in enumerate(request.media):
-            if blocks_of(item.num_tokens) > self.picture_blocks:
-                described = f"{item.num_tokens} tokens of one picture are more than the engine has room for"
+            if blocks_of(item.num_tokens) > self.image_blocks:
+                described = f"{item.num_tokens} tokens of one image are more than the engine has room for"
                 raise InvalidRequest([Violation(f"media[{i}]", described)])
-            if self.whole_picture_tokens:
+            if self.whole_image_tokens:
                 self._check_pages(item)
         num_prompt = len(request.prompt_token_ids)
         if self.whole_prompts and num_prompt > self.max_num_batched_tokens:
@@ -209,7 +209,7 @@ class SchedulerConfig:
         return min(self.max_model_len, capacity + 1)
 
     def _check_pages(self, item: MediaItem) -> None:
-        """Raise ExceedsKVCapacity for a picture whose tokens cannot have pages all at once, behind those of
+        """Raise ExceedsKVCapacity for an image whose tokens cannot have pages all at once, behind those of
         the sliding window.
         """
         for group in self.groups:

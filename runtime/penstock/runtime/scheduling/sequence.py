@@ -343,8 +343,8 @@ class Sequence:
     scheduled_ns: int = 0
     first_token_ns: int = 0
     cached_prompt_tokens: int = 0
-    picture: Encoded | None = None
-    """The picture of which a part of the tokens is computed; None if there is none."""
+    image: Encoded | None = None
+    """The image of which a part of the tokens is computed; None if there is none."""
     of_prompt: PromptValues = field(init=False)
     """What is known of the log-probabilities or the embedding of the prompt."""
 

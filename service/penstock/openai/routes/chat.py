@@ -60,10 +60,10 @@ from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
 from penstock.openai.routes.custom_tools import InputPieces, input_of
 from penstock.openai.routes.turns import (
-    has_pictures,
+    has_images,
     ignored_of,
+    image_params,
     offered_of,
-    picture_params,
     template_options,
     turns_of,
     variables_of_effort,
@@ -136,7 +136,7 @@ def chat_params(body: ChatBody) -> dict[str, str]:
             call, made_of = f"chat.messages[{i}].tool_calls[{j}]", f"messages[{i}].tool_calls[{j}]"
             is_custom = isinstance((message.tool_calls or ())[j], CustomToolCall)
             params[f"{call}.name"] = f"{made_of}.{'custom' if is_custom else 'function'}.name"
-    return params | picture_params("messages", body.messages)
+    return params | image_params("messages", body.messages)
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -354,7 +354,7 @@ async def chat(request: Request) -> Response:
     call, body, backend = call_of(request), await read_body(request, ChatBody), front_of(request).backend
     facts = await backend.facts(call)
     ignored_in(request.scope).update(chat_ignored(body, facts))
-    if has_pictures(body.messages):
+    if has_images(body.messages):
         # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
         options = await asyncio.to_thread(chat_options, body, facts)
     else:

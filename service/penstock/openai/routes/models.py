@@ -19,7 +19,7 @@ from penstock.openai.front import front_of
 from penstock.openai.replying import answered, json_response
 
 IMAGES: Final = "images"
-"""The client's name of the feature that a model takes pictures."""
+"""The client's name of the feature that a model takes images."""
 
 
 async def list_models(request: Request) -> Response:

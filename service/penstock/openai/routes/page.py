@@ -20,7 +20,7 @@ POLICY: Final = "; ".join(
         "default-src 'none'",  # what is not named below is not loaded, from nowhere
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self' data:",  # the pictures that somebody sends are shown to them
+        "img-src 'self' data:",  # the images that somebody sends are shown to them
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

@@ -190,8 +190,8 @@ def _thought(message: schemas.Message) -> str:
     return message.reasoning or message.reasoning_content or ""
 
 
-def has_pictures(messages: Sequence[schemas.Message]) -> bool:
-    """Say whether pictures must be made of a part of a turn, which takes long."""
+def has_images(messages: Sequence[schemas.Message]) -> bool:
+    """Say whether images must be made of a part of a turn, which takes long."""
     return any(
         part.image_url is not None
         for message in messages
@@ -200,7 +200,7 @@ def has_pictures(messages: Sequence[schemas.Message]) -> bool:
     )
 
 
-def picture_params(at: str, messages: Sequence[schemas.Message]) -> dict[str, str]:
+def image_params(at: str, messages: Sequence[schemas.Message]) -> dict[str, str]:
     """Map the contract's paths of parts to the fields that they were made of. `at`: the field that has the
     messages.
     """
@@ -215,14 +215,14 @@ def picture_params(at: str, messages: Sequence[schemas.Message]) -> dict[str, st
 
 def part_params(part: str, made_of: str, url: str) -> dict[str, str]:
     """Return the same of one part, whose path is `part`; `made_of` is the field that it was made of, and
-    `url` the field that has the bytes of a picture.
+    `url` the field that has the bytes of an image.
     """
     image = f"{part}.image"
     return {part: made_of, image: url, f"{image}.data": url, f"{image}.media_type": url}
 
 
-def picture_of(url: str, detail: str | None, where: str, detail_param: str) -> Image:
-    """Return the picture that a data: URL has in it, and that the field `where` holds. Raises ApiError for
+def image_of(url: str, detail: str | None, where: str, detail_param: str) -> Image:
+    """Return the image that a data: URL has in it, and that the field `where` holds. Raises ApiError for
     any other URL, because nothing is fetched, and for a level of detail.
     """
     if detail not in (None, "auto"):
@@ -234,7 +234,7 @@ def picture_of(url: str, detail: str | None, where: str, detail_param: str) -> I
 
 
 def joined(parts: Sequence[str | Image]) -> str | Sequence[str | Image]:
-    """Return the content of a turn: its parts, of which some are pictures; or, where all are texts, one text,
+    """Return the content of a turn: its parts, of which some are images; or, where all are texts, one text,
     with a line break between two of them, as vLLM and llama.cpp do it.
     """
     texts = [part for part in parts if isinstance(part, str)]
@@ -260,4 +260,4 @@ def _part(part: schemas.ContentPart, where: str) -> str | Image:
     if part.image_url is None:
         return part.text or ""
     url = f"{where}.image_url"
-    return picture_of(part.image_url.url, part.image_url.detail, f"{url}.url", f"{url}.detail")
+    return image_of(part.image_url.url, part.image_url.detail, f"{url}.url", f"{url}.detail")

@@ -17,7 +17,7 @@ MAX_CALLS = 10_000
 refused.
 """
 
-_TEXT_ONLY = "the models that are served read text and pictures"
+_TEXT_ONLY = "the models that are served read text and images"
 _OF_PARTS = {
     "input_audio": _TEXT_ONLY,
     "file": _TEXT_ONLY,
@@ -30,7 +30,7 @@ _OF_MESSAGES = {
 
 
 class ImageUrl(Body):
-    """A picture, whose bytes are in the URL: data:image/png;base64,..."""
+    """An image, whose bytes are in the URL: data:image/png;base64,..."""
 
     url: str
     detail: str | None = None
@@ -279,7 +279,7 @@ class ChatBody(SamplingBody):
         "add_generation_prompt": "the model always answers with a turn of its own",
         "continue_final_message": "the model always answers with a turn of its own",
         "documents": "put them into chat_template_kwargs",
-        "mm_processor_kwargs": "the model's own settings for pictures are used",
+        "mm_processor_kwargs": "the model's own settings for images are used",
         **{f"messages.{name}": why for name, why in _OF_MESSAGES.items()},
         **{f"messages.content.{name}": why for name, why in _OF_PARTS.items()},
     }

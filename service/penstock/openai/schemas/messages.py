@@ -49,7 +49,7 @@ class SystemBlock(TextBlock):
 
 
 class Base64Source(Sent):
-    """The bytes of a picture."""
+    """The bytes of an image."""
 
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
@@ -67,10 +67,10 @@ Source = Annotated[
 
 
 class ImageBlock(Block):
-    """A picture."""
+    """An image."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
-        "transformations": "the model's own settings for pictures are used"
+        "transformations": "the model's own settings for images are used"
     }
 
     type: Literal["image"]
@@ -311,8 +311,8 @@ class CountTokensBody(Body):
         "inference_geo": "the server is where it is",
         "mcp_servers": "the server calls no tools itself",
         "thread": "conversations are not kept: send their messages",
-        "messages.content.transformations": "the model's own settings for pictures are used",
-        "messages.content.content.transformations": "the model's own settings for pictures are used",
+        "messages.content.transformations": "the model's own settings for images are used",
+        "messages.content.content.transformations": "the model's own settings for images are used",
     }
 
 

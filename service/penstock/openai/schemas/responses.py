@@ -79,7 +79,7 @@ class InputText(Sent):
 
 
 class InputImage(Sent):
-    """A picture that the model is shown, whose bytes are in the URL: data:image/png;base64,..."""
+    """An image that the model is shown, whose bytes are in the URL: data:image/png;base64,..."""
 
     path: ClassVar[str] = "input[].content[]."
     ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
@@ -547,7 +547,7 @@ class ResponsesBody(GenerationBody):
         "background_options": "a response is made while its caller waits",
         "context_management": "the server does not shorten conversations in words",
         "access_programs": "there are none",
-        "image": "put pictures into input, as parts of the type input_image",
+        "image": "put images into input, as parts of the type input_image",
         "n": "a response has one output",
         "max_tokens": "use max_output_tokens",
         "max_completion_tokens": "use max_output_tokens",

@@ -35,7 +35,7 @@ class TokenizeBody(RequestBody):
     }
     unsupported: ClassVar[Mapping[str, str]] = {
         "documents": "put them into chat_template_kwargs",
-        "mm_processor_kwargs": "the model's own settings for pictures are used",
+        "mm_processor_kwargs": "the model's own settings for images are used",
     }
 
 

@@ -96,7 +96,7 @@ class Follower:
                 listen.tls_key if shown else None,
             )
         token = (os.environ.get("PENSTOCK_TOKEN") or "").strip() or None
-        # The patches of a large picture are one call of the leader's, and larger than what clients receive.
+        # The patches of a large image are one call of the leader's, and larger than what clients receive.
         unbounded = (("grpc.max_receive_message_length", -1),)
         return Access(tls=tls, token=token, insecure=listen.insecure, options=unbounded)
 

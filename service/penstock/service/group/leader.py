@@ -54,7 +54,7 @@ BEATS = 5
 """Signs of life within the time after which a process is lost."""
 _MOST_WAITING_BYTES = 1 << 30
 """Bytes of calls that one follower may have waiting: far more than those of the steps in flight. The patches
-of one large picture are 100 MB, and a step may encode several. Beyond that the engine's thread waits."""
+of one large image are 100 MB, and a step may encode several. Beyond that the engine's thread waits."""
 _TAKEN_AT_ONCE_BYTES = 1 << 20
 _MOST_UNTAKEN_BYTES = 8 << 20
 """Bytes of an update's tensors that may be under way to a follower."""

@@ -1,5 +1,5 @@
-"""Converts the contract's requests for generation, with their parameters, chats and pictures, to validated
-frozen values. A refusal names all violations of a request at once. Of the pictures nothing is decoded here.
+"""Converts the contract's requests for generation, with their parameters, chats and images, to validated
+frozen values. A refusal names all violations of a request at once. Of the images nothing is decoded here.
 
 `encode_prompt` and `encode_words` turn a request's texts into token ids.
 """
@@ -257,13 +257,13 @@ MAX_PARTS = 10_000
 """The most parts that all turns of a chat may have together."""
 WHY_NO_IMAGES = "the model reads no images"
 _MAX_NAMED = 20
-"""How many pictures an error names that the model cannot read at all."""
+"""How many images an error names that the model cannot read at all."""
 
 
 def media(
     messages: Sequence[types_pb2.Image], limits: ImageLimits | None, bad: Violations
 ) -> tuple[Image, ...]:
-    """Read the pictures of a prompt of text or token ids. Adds what is wrong with them to `bad`."""
+    """Read the images of a prompt of text or token ids. Adds what is wrong with them to `bad`."""
     return _checked([(f"media[{i}]", image) for i, image in enumerate(messages)], "media", limits, bad)
 
 
@@ -271,7 +271,7 @@ def contents(
     turns: Sequence[types_pb2.ChatMessage], limits: ImageLimits | None, bad: Violations
 ) -> list[str | tuple[str | Image, ...]] | None:
     """Return what is said in each turn of a chat. Adds what is wrong with parts to `bad`, and returns None if
-    there are too many. Raises UnsupportedFeature for pictures if `limits` is None: the model reads none.
+    there are too many. Raises UnsupportedFeature for images if `limits` is None: the model reads none.
     """
     found: list[tuple[str, types_pb2.Image]] = []
     num_parts = 0
@@ -307,7 +307,7 @@ def _content(turn: types_pb2.ChatMessage, images: Iterator[Image]) -> str | tupl
 def _checked(
     found: Sequence[tuple[str, types_pb2.Image]], where: str, limits: ImageLimits | None, bad: Violations
 ) -> tuple[Image, ...]:
-    """Return the pictures, each of which has its path; `where` is the path of all of them. None of them if
+    """Return the images, each of which has its path; `where` is the path of all of them. None of them if
     there are too many.
     """
     if not found:
@@ -349,7 +349,7 @@ def chat_prompt(
     message: types_pb2.ChatPrompt, codec: Text | None, images: ImageLimits | None, bad: Violations
 ) -> ChatPrompt | None:
     """Convert a chat, its tools and its template. Adds what is wrong with them to `bad`, and returns None if
-    anything is. Raises UnsupportedFeature if the model has no tokenizer, and for pictures if `images` is
+    anything is. Raises UnsupportedFeature if the model has no tokenizer, and for images if `images` is
     None: the model reads none.
     """
     if codec is None:

@@ -1,4 +1,4 @@
-"""Pictures in requests: from files, bytes and data: URLs to the contract's messages."""
+"""Images in requests: from files, bytes and data: URLs to the contract's messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_picture_of_a_file_or_of_bytes(file: Path) -> None:
+def test_an_image_of_a_file_or_of_bytes(file: Path) -> None:
     assert Image(file) == Image(str(file)) == Image(PNG) == Image(bytearray(PNG))
     assert Image(PNG, "image/png") != Image(PNG)
     assert pickle.loads(pickle.dumps(Image(PNG, "image/png"))) == Image(PNG, "image/png")
@@ -72,7 +72,7 @@ def test_parts_that_are_mappings(file: Path, source: Any) -> None:
     assert turn_of(content) == parts("What is this?", types_pb2.Image(data=PNG))
 
 
-def test_openais_form_of_a_picture() -> None:
+def test_openais_form_of_an_image() -> None:
     content = [{"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}]
     assert turn_of(content) == parts(types_pb2.Image(data=PNG, media_type="image/png"))
 

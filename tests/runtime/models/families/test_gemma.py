@@ -135,7 +135,7 @@ GEMMA3_VISION = {
 """What Gemma 3 4B has of these."""
 
 
-def test_published_gemma3_with_pictures():
+def test_published_gemma3_with_images():
     config = parse_config(GEMMA3_VISION)
     vision = config.vision
     assert isinstance(vision, SiglipVisionConfig)

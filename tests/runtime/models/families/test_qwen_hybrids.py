@@ -15,7 +15,7 @@ from penstock.runtime.ops.cache_spec import SlotState
 from tests.support.models.configs import attentions, published
 
 NEXT = published("Qwen3-Next-80B-A3B-Instruct")
-# The text models of what is published with an encoder of pictures.
+# The text models of what is published with an encoder of images.
 DENSE = {**published("Qwen3.5-0.8B")["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
 EXPERTS = {**published("Qwen3.5-35B-A3B")["text_config"], "architectures": ["Qwen3_5MoeForCausalLM"]}
 SHARED = ExpertsConfig(
@@ -71,7 +71,7 @@ def test_defaults(data):
 
 
 @pytest.mark.parametrize(("name", "text"), [("Qwen3.5-0.8B", DENSE), ("Qwen3.5-35B-A3B", EXPERTS)])
-def test_the_text_model_is_the_same_with_an_encoder_of_pictures(name, text):
+def test_the_text_model_is_the_same_with_an_encoder_of_images(name, text):
     config = parse_config(published(name))
     assert config.vision is not None
     assert config.layers == parse_config(text).layers

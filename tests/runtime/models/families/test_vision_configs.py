@@ -1,4 +1,4 @@
-"""config.json of models that read pictures: what published ones say, and what is refused by name."""
+"""config.json of models that read images: what published ones say, and what is refused by name."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ from penstock.runtime.models.configs.vision import (
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
-from tests.support.goldens import GOLDEN, QWEN_WITH_PICTURES
+from tests.support.goldens import GOLDEN, QWEN_WITH_IMAGES
 from tests.support.models.configs import one_layer, published, rope_of, windows
 
 QWEN2_5 = published("Qwen2.5-VL-3B-Instruct")
@@ -177,7 +177,7 @@ def test_a_window_has_whole_tokens_and_sections_have_all_channels() -> None:
         parse_config(data)
 
 
-@pytest.mark.parametrize("name", QWEN_WITH_PICTURES)
+@pytest.mark.parametrize("name", QWEN_WITH_IMAGES)
 def test_every_field_of_a_golden_changes_the_model_or_is_known(name: str) -> None:
     """A field of vision_config that is refused nowhere must show in what is parsed."""
     data = json.loads((GOLDEN / name / "config.json").read_text())
@@ -349,13 +349,13 @@ def test_published_llama_4() -> None:
     )
     assert isinstance(config.vision, Llama4VisionConfig)
     assert (config.vision.patches_per_tile, config.vision.tokens_per_tile) == (576, 144)
-    of_pictures = {
+    of_images = {
         tensor.name: tensor.shape
         for tensor in load_rules(config).tensors
         if not tensor.name.startswith("language_model.")
     }
     layer = "vision_model.model.layers.33"
-    assert {name: shape for name, shape in of_pictures.items() if ".model.layers." not in name} == {
+    assert {name: shape for name, shape in of_images.items() if ".model.layers." not in name} == {
         "vision_model.class_embedding": (1408,),
         "vision_model.positional_embedding_vlm": (577, 1408),
         "vision_model.patch_embedding.linear.weight": (1408, 588),
@@ -367,12 +367,12 @@ def test_published_llama_4() -> None:
         "vision_model.vision_adapter.mlp.fc2.weight": (4096, 4096),
         "multi_modal_projector.linear_1.weight": (5120, 4096),
     }
-    assert of_pictures[f"{layer}.self_attn.o_proj.bias"] == (1408,)
-    assert of_pictures[f"{layer}.mlp.fc1.weight"] == (5632, 1408)
+    assert of_images[f"{layer}.self_attn.o_proj.bias"] == (1408,)
+    assert of_images[f"{layer}.mlp.fc1.weight"] == (5632, 1408)
 
 
 def test_gemma_4_has_the_defaults_of_transformers() -> None:
-    """And the fields that only published files have. Pictures are seen both ways only where the decoder says
+    """And the fields that only published files have. Images are seen both ways only where the decoder says
     so.
     """
     inner = {"model_type": "gemma4_vision", "default_output_length": 280, "global_head_dim": 64}

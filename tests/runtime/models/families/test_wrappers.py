@@ -1,4 +1,4 @@
-"""Checkpoints of models that read pictures, put together of the goldens' decoders: as text models they
+"""Checkpoints of models that read images, put together of the goldens' decoders: as text models they
 compute what PyTorch computed of the decoder alone.
 """
 
@@ -52,7 +52,7 @@ def assert_as_pytorch(make_sequence: Callable[..., Any], folder: Path, case: dic
 
 
 @pytest.mark.parametrize(
-    ("name", "pictures", "text", "head", "vision"),
+    ("name", "images", "text", "head", "vision"),
     [
         ("ministral3", "mistral3_vl", "model.language_model.", "", "model."),
         ("mistral_swa", "mistral3_vl", "language_model.model.", "language_model.", ""),
@@ -68,7 +68,7 @@ def test_decoders_beside_an_encoder(
     golden_root: Path,
     make_sequence: Callable[..., Any],
     name: str,
-    pictures: str,
+    images: str,
     text: str,
     head: str,
     vision: str | None,
@@ -77,14 +77,14 @@ def test_decoders_beside_an_encoder(
     and a decoder saved without an encoder.
     """
     config, tensors, cases = golden(golden_root, name)
-    of_pictures, others, _ = golden(golden_root, pictures)
+    of_images, others, _ = golden(golden_root, images)
     renamed = {
         text + key.removeprefix("model.") if key.startswith("model.") else head + key: values
         for key, values in tensors.items()
     }
     if vision is not None:
         renamed |= {vision + key: values for key, values in others.items() if not key.startswith("language_")}
-    fields = {key: value for key, value in of_pictures.items() if key not in ("text_config", "dtype")}
+    fields = {key: value for key, value in of_images.items() if key not in ("text_config", "dtype")}
     folder = write(tmp_path, wrapped(config, **fields), renamed)
     assert (load_config(folder).vision is None) is (vision is None)
     assert_as_pytorch(make_sequence, folder, cases[1])
@@ -95,7 +95,7 @@ QWEN3_5 = ("qwen3_5_moe", "qwen3_5_vl", "Qwen3_5MoeForConditionalGeneration", "q
 
 
 @pytest.mark.parametrize(
-    ("text", "pictures", "architecture", "model_type", "layout"),
+    ("text", "images", "architecture", "model_type", "layout"),
     [
         (*QWEN3, "transposed"),
         pytest.param(*QWEN3, "each", marks=pytest.mark.sweep),
@@ -108,7 +108,7 @@ def test_decoders_with_experts(
     golden_root: Path,
     make_sequence: Callable[..., Any],
     text: str,
-    pictures: str,
+    images: str,
     architecture: str,
     model_type: str,
     layout: str,
@@ -117,7 +117,7 @@ def test_decoders_with_experts(
     layer: Qwen3-VL's are transposed too, Qwen3.5's are not.
     """
     config, tensors, cases = golden(golden_root, text)
-    outer, others, _ = golden(golden_root, pictures)
+    outer, others, _ = golden(golden_root, images)
     made = {name: values for name, values in others.items() if ".visual." in name}
     count = config.get("num_local_experts") or config["num_experts"]
     for name, values in tensors.items():

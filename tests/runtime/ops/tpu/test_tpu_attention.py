@@ -109,7 +109,7 @@ def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case],
 
 
 @pytest.mark.ci
-def test_tokens_of_a_picture_see_those_behind_them() -> None:
+def test_tokens_of_an_image_see_those_behind_them() -> None:
     """The kernel's attention is causal, so XLA computes such a step."""
     shape, options = chunked(4, 2), Options(ahead=7)
     batch = draw([Case(21, 30), Case(5, 1)], shape, options, 3)

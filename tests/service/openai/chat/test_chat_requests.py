@@ -36,9 +36,9 @@ def test_what_is_left_out_is_left_to_the_server() -> None:
     assert asked() == BARE
 
 
-def test_pictures_stay_where_they_stand_in_a_turn() -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj", "detail": "auto"}}
-    content = [{"type": "text", "text": "This"}, picture, {"type": "text", "text": "is what?"}]
+def test_images_stay_where_they_stand_in_a_turn() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj", "detail": "auto"}}
+    content = [{"type": "text", "text": "This"}, image, {"type": "text", "text": "is what?"}]
     body = {"messages": [{"role": "user", "content": content}]}
     seen = ("This", Image(b"abc", "image/png"), "is what?")
     assert asked(**body)["messages"] == [ChatMessage("user", seen)]

@@ -22,8 +22,8 @@ from tests.service.rig import fake
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL: dict[str, Any] = {"name": "get", "description": "Tells it.", "input_schema": SCHEMA}
-PNG = base64.b64encode(b"a picture").decode()
-PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+PNG = base64.b64encode(b"an image").decode()
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
 FORMAT = {"type": "json_schema", "schema": SCHEMA}
 CACHE = {"type": "ephemeral"}
 
@@ -159,8 +159,8 @@ def test_thinking_is_what_the_template_can(
             [ChatMessage("user", "hi"), ChatMessage("assistant", "ab"), ChatMessage("user", "hi")],
         ),
         (
-            {"messages": [blocks(text("Look:"), PICTURE)]},
-            [ChatMessage("user", ("Look:", Image(b"a picture", "image/png")))],
+            {"messages": [blocks(text("Look:"), IMAGE)]},
+            [ChatMessage("user", ("Look:", Image(b"an image", "image/png")))],
         ),
         (
             {"messages": [HI, {"role": "system", "content": "Now in French."}, HI]},
@@ -178,7 +178,7 @@ def test_thinking_is_what_the_template_can(
                         text("."),
                         role="assistant",
                     ),
-                    blocks(result("a", "28"), result("b", [text("x"), PICTURE], is_error=True), text("So?")),
+                    blocks(result("a", "28"), result("b", [text("x"), IMAGE], is_error=True), text("So?")),
                 ]
             },
             [
@@ -190,7 +190,7 @@ def test_thinking_is_what_the_template_can(
                     reasoning="Hm.",
                 ),
                 ChatMessage("tool", "28", tool_call_id="a"),
-                ChatMessage("tool", ("Error:", "x", Image(b"a picture", "image/png")), tool_call_id="b"),
+                ChatMessage("tool", ("Error:", "x", Image(b"an image", "image/png")), tool_call_id="b"),
                 ChatMessage("user", "So?"),
             ],
         ),
@@ -229,7 +229,7 @@ WISHES: list[tuple[dict[str, Any], set[str]]] = [
     ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, {"output_config.task_budget"}),
     ({"system": [text("a", cache_control=CACHE)]}, {"system[].cache_control"}),
     (
-        {"messages": [blocks({**PICTURE, "cache_control": CACHE})]},
+        {"messages": [blocks({**IMAGE, "cache_control": CACHE})]},
         {"messages[].content[].cache_control"},
     ),
     *(
@@ -333,12 +333,12 @@ PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [blocks(tool_use("a"))]}, "messages[0].content[0].type", "invalid_value"),
     ({"messages": [blocks(thinking("a"))]}, "messages[0].content[0].type", "invalid_value"),
     (
-        {"messages": [HI, blocks(PICTURE, role="assistant"), HI]},
+        {"messages": [HI, blocks(IMAGE, role="assistant"), HI]},
         "messages[1].content[0].type",
         "invalid_value",
     ),
     (
-        {"messages": [blocks({**PICTURE, "transformations": {}})]},
+        {"messages": [blocks({**IMAGE, "transformations": {}})]},
         "messages[0].content[0].transformations",
         "",
     ),
@@ -348,7 +348,7 @@ PARAMS: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_value",
     ),
     (
-        {"messages": [blocks({**PICTURE, "source": {**PICTURE["source"], "data": "?"}})]},  # type: ignore[dict-item]  # a mapping
+        {"messages": [blocks({**IMAGE, "source": {**IMAGE["source"], "data": "?"}})]},  # type: ignore[dict-item]  # a mapping
         "messages[0].content[0].source.data",
         "invalid_value",
     ),
@@ -377,8 +377,8 @@ def test_paths_of_the_contract_lead_back_to_blocks() -> None:
         messages=[
             HI,
             blocks(text("a"), tool_use("a"), role="assistant"),
-            blocks(result("a", [text("x"), PICTURE]), text("y"), PICTURE),
-            blocks(PICTURE),
+            blocks(result("a", [text("x"), IMAGE]), text("y"), IMAGE),
+            blocks(IMAGE),
         ],
     )
     params = message_params(body)
@@ -409,7 +409,7 @@ async def test_what_the_server_refuses_has_the_name_of_its_field() -> None:
         ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
         ({"output_config": {"format": {**FORMAT, "schema": {"type": "x"}}}}, "output_config.format.schema"),
         ({"messages": [blocks(result("a", "b"))]}, "messages[0].content[0].tool_use_id"),
-        ({"messages": [blocks(text("a"), PICTURE)]}, "messages[0].content"),
+        ({"messages": [blocks(text("a"), IMAGE)]}, "messages[0].content"),
     ]
     async with front_rig(fake(codec=qwen_codec(), vocab_size=QWEN_VOCAB)) as rig:
         for fields, param in cases:

@@ -61,7 +61,7 @@ class Page:
 @contextlib.contextmanager
 def opened(browser: Chromium, *, seeing: Sequence[str] = (), **options: Any) -> Iterator[Page]:
     """Open the page in a tab of its own, once it knows its models, of which those named in `seeing` take
-    pictures; it must end without an error.
+    images; it must end without an error.
     """
     with standing_in() as server, browser.tab(**options) as tab:
         server.seeing = seeing

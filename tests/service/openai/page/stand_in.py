@@ -90,7 +90,7 @@ class StandIn:
         self.url = ""
         self.models: Sequence[str] | Refusal = ("toy",)
         self.seeing: Sequence[str] = ()
-        """Those of the models that take pictures."""
+        """Those of the models that take images."""
         self.answers: list[Answer] = []
         """One for each request to come, in turn."""
         self.bodies: list[dict[str, Any]] = []

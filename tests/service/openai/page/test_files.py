@@ -30,7 +30,7 @@ def test_the_page_is_served_with_a_strict_policy(client: TestClient) -> None:
     assert policy["default-src"] == "'none'"
     assert policy["frame-ancestors"] == "'none'"
     assert policy["require-trusted-types-for"] == "'script'"
-    assert policy.pop("img-src") == "'self' data:"  # the pictures that somebody sends are shown to them
+    assert policy.pop("img-src") == "'self' data:"  # the images that somebody sends are shown to them
     loaded = {rule for name, rule in policy.items() if name.endswith("-src")}
     assert loaded == {"'none'", "'self'"}  # no "unsafe-inline", no other host, no data: or blob:
     assert reply.headers["x-content-type-options"] == "nosniff"

@@ -123,9 +123,9 @@ def test_nulls_are_fields_that_were_left_out() -> None:
     assert turns(items)[1].reasoning == "Hm."
 
 
-def test_pictures_stay_where_they_stand_in_a_message() -> None:
-    text, picture = {"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": URL}
-    seen = {"role": "user", "content": [text, picture]}
+def test_images_stay_where_they_stand_in_a_message() -> None:
+    text, image = {"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": URL}
+    seen = {"role": "user", "content": [text, image]}
     (turn,) = turns([seen])
     assert turn.content == ("Look:", Image(b"abc", "image/png"))
     assert turn_params(body_of([seen]).input, None)["chat.messages[0].parts[1].image.data"] == (
@@ -133,7 +133,7 @@ def test_pictures_stay_where_they_stand_in_a_message() -> None:
     )
 
 
-def test_no_picture_is_fetched() -> None:
+def test_no_image_is_fetched() -> None:
     with pytest.raises(ApiError) as caught:
         turns([{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1/x"}]}])
     assert (caught.value.param, caught.value.code) == ("input[0].content[0].image_url", "invalid_value")

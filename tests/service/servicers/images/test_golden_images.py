@@ -1,7 +1,7 @@
-"""PyTorch's tokens after prompts with pictures, from the client to the model and back.
+"""PyTorch's tokens after prompts with images, from the client to the model and back.
 
-The engine's own tests take every schedule (tests/runtime/engine/images/test_golden_pictures.py). Here the
-pictures come over the wire: beside texts and token ids, in conversations, in calls and in streams, of several
+The engine's own tests take every schedule (tests/runtime/engine/images/test_golden_images.py). Here the
+images come over the wire: beside texts and token ids, in conversations, in calls and in streams, of several
 callers at once.
 """
 
@@ -24,15 +24,15 @@ from penstock.runtime.text.codec import TextCodec
 from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2
 from tests.service.rig import Rig, serving
-from tests.support.goldens import CONFIG, GOLDEN, MARKS, PICTURE_TOKENS, RUNS, WITH_PICTURES, WRITTEN_TOKENS
-from tests.support.models.pictures import unexpanded
+from tests.support.goldens import CONFIG, GOLDEN, IMAGE_TOKENS, MARKS, RUNS, WITH_IMAGES, WRITTEN_TOKENS
+from tests.support.models.images import unexpanded
 from tests.support.suite.drawing import few
 
 Case = dict[str, Any]
 
 
 def template(name: str) -> str:
-    """Write a conversation as the golden's text. Content without a picture is one text."""
+    """Write a conversation as the golden's text. Content without an image is one text."""
     shown = f"'{MARKS[name]}' if c.type == 'image' else c.text"
     parts = "{% for c in messages[0].content %}{{ " + shown + " }}{% endfor %}"
     return "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}" + parts + "{% endif %}"
@@ -57,7 +57,7 @@ def images(folder: Path, case: Case) -> list[Image]:
 
 
 def content(folder: Path, case: Case) -> list[str | Image]:
-    """Return the text of the case with its pictures in their places."""
+    """Return the text of the case with its images in their places."""
     texts = case["text"].split(MARKS[folder.name])
     parts: list[str | Image] = [texts[0]]
     for image, text in zip(images(folder, case), texts[1:], strict=True):
@@ -77,7 +77,7 @@ def options(case: Case) -> Any:
 
 def check(answer: Generation, case: Case, name: str) -> None:
     assert list(answer.prompt.token_ids) == case["prompt"]
-    assert answer.usage.image_tokens == sum(token in PICTURE_TOKENS[name] for token in case["prompt"])
+    assert answer.usage.image_tokens == sum(token in IMAGE_TOKENS[name] for token in case["prompt"])
     for output in answer.outputs:
         assert list(output.token_ids) == case["tokens"]
         assert output.logprobs is not None
@@ -85,8 +85,8 @@ def check(answer: Generation, case: Case, name: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", few(WITH_PICTURES, (), ci=("qwen3_vl",)))
-async def test_pictures_over_the_wire_give_pytorchs_tokens(name: str) -> None:
+@pytest.mark.parametrize("name", few(WITH_IMAGES, (), ci=("qwen3_vl",)))
+async def test_images_over_the_wire_give_pytorchs_tokens(name: str) -> None:
     folder = GOLDEN / name
     async with served(name) as (rig, client, cases):
         info = await client.model_info()

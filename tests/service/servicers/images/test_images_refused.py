@@ -1,4 +1,4 @@
-"""What is refused of pictures, by which field, and that nothing is decoded before."""
+"""What is refused of images, by which field, and that nothing is decoded before."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from penstock.v1 import types_pb2
 from tests.service.rig import Failure, Rig, failure_of, generate, serving, stream
-from tests.service.servicers.images.pictures import IMAGE, Processor, picture, picture_engine
+from tests.service.servicers.images.image_engine import IMAGE, Processor, image_engine, image_file
 from tests.service.servicers.images.test_images import chat, media
 
-PNG = picture()
-NO_PICTURE = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
+PNG = image_file()
+NO_IMAGE = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
 
 
 def image(data: bytes = PNG, media_type: str = "") -> types_pb2.ContentPart:
@@ -35,7 +35,7 @@ async def refused(rig: Rig, prompt: str | None = None, **fields: Any) -> Failure
     return failure
 
 
-async def test_a_model_without_vision_names_every_picture() -> None:
+async def test_a_model_without_vision_names_every_image() -> None:
     async with serving() as rig:
         messages = [turn(types_pb2.ContentPart(text="a"), image()), turn(image(b""), image())]
         failure = await refused(rig, chat={"messages": messages})
@@ -54,7 +54,7 @@ async def test_all_that_is_wrong_is_told_at_once_and_nothing_is_decoded() -> Non
         turn(image(b""), image(PNG, "image/jpeg"), types_pb2.ContentPart()),
         turn(image(b"\x89PNG\r\n\x1a\n" + bytes(5000)), content="both"),
     ]
-    async with serving(picture_engine(processor)) as rig:
+    async with serving(image_engine(processor)) as rig:
         failure = await refused(rig, chat={"messages": messages}, sampling={"temperature": -1})
         assert failure.reason == "INVALID_FIELD"
         violations = failure.violations
@@ -67,7 +67,7 @@ async def test_all_that_is_wrong_is_told_at_once_and_nothing_is_decoded() -> Non
             "chat.messages[1].parts[0].image.data": "has 5008 bytes; at most 5000 are taken",
         }
         failure = await refused(
-            rig, "<|image|>", media=media(NO_PICTURE), stopping={"min_tokens": 2, "max_tokens": 1}
+            rig, "<|image|>", media=media(NO_IMAGE), stopping={"min_tokens": 2, "max_tokens": 1}
         )
         assert set(failure.violations) == {"media[0].data", "stopping.min_tokens"}
         assert rig.engine.seen == []
@@ -88,8 +88,8 @@ async def test_all_that_is_wrong_is_told_at_once_and_nothing_is_decoded() -> Non
             "media",
             "2 images, and the prompt has 1 places",
         ),
-        (chat(picture(16, 16, "JPEG")[:-20]), "chat.messages[0].parts[0].image.data", "cannot be decoded"),
-        ({"prompt": "<|image|>", "media": media(picture(65, 64))}, "media[0].data", "has 65 x 64 pixels"),
+        (chat(image_file(16, 16, "JPEG")[:-20]), "chat.messages[0].parts[0].image.data", "cannot be decoded"),
+        ({"prompt": "<|image|>", "media": media(image_file(65, 64))}, "media[0].data", "has 65 x 64 pixels"),
         (
             {**chat(PNG), "context": {"truncation": types_pb2.TRUNCATION_LEFT}},
             "context.truncation",
@@ -97,24 +97,24 @@ async def test_all_that_is_wrong_is_told_at_once_and_nothing_is_decoded() -> Non
         ),
     ],
 )
-async def test_a_wrong_picture_is_told_by_its_field(fields: dict[str, Any], field: str, told: str) -> None:
-    async with serving(picture_engine()) as rig:
+async def test_a_wrong_image_is_told_by_its_field(fields: dict[str, Any], field: str, told: str) -> None:
+    async with serving(image_engine()) as rig:
         failure = await refused(rig, **fields)
         assert (failure.code.name, failure.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         assert list(failure.violations) == [field]
         assert told in failure.violations[field]
 
 
-async def test_a_prompt_that_pictures_make_too_long_is_refused_before_they_are_decoded() -> None:
+async def test_a_prompt_that_images_make_too_long_is_refused_before_they_are_decoded() -> None:
     processor = Processor()
-    async with serving(picture_engine(processor, max_model_len=16)) as rig:
-        failure = await refused(rig, **chat("a", picture(32, 32)))
+    async with serving(image_engine(processor, max_model_len=16)) as rig:
+        failure = await refused(rig, **chat("a", image_file(32, 32)))
         assert failure.reason == "PROMPT_TOO_LONG"
     assert processor.num_begun == 0
 
 
 async def test_too_many_parts() -> None:
     messages = [turn(*[types_pb2.ContentPart(text="x")] * 6000)] * 2
-    async with serving(picture_engine()) as rig:
+    async with serving(image_engine()) as rig:
         failure = await refused(rig, chat={"messages": messages})
         assert list(failure.violations) == ["chat.messages[1].parts"]

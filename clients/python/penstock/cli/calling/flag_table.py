@@ -15,7 +15,7 @@ CHAT = Group(
         Flag("--system", "a system message", "TEXT", str, sent=False),
         Flag(
             "--image",
-            "a picture that the (first) question is about, for a model that sees pictures; may be repeated",
+            "an image that the (first) question is about, for a model that sees images; may be repeated",
             "FILE",
             read.image,
             to="images",

@@ -86,7 +86,7 @@ def read_file(name: str) -> str:
 
 
 def image(name: str) -> Image:
-    """Read the file of a picture. What it is, the server says."""
+    """Read the file of an image. What it is, the server says."""
     try:
         return Image(name)
     except OSError as error:

@@ -51,7 +51,7 @@ _PASSING = (QueueFull, Busy, RateLimited)
 HELP = """\
 /reset         forget the conversation
 /system TEXT   set the system message and start over; without TEXT: none
-/image FILE    send a picture with the next question
+/image FILE    send an image with the next question
 /result TEXT   send the result of a pending tool call (with --tools)
 /help          this list
 /quit          leave (also Ctrl-D)
@@ -85,7 +85,7 @@ class Chat:
         self._numbered = numbered
         self._turns: list[ChatMessage] = []
         self._images: list[Image] = []
-        """Pictures that go with the next question."""
+        """Images that go with the next question."""
         self._calls: list[ToolCall] = []
         """Tool calls of the last answer that have no result yet."""
         self._results: list[ChatMessage] = []
@@ -102,7 +102,7 @@ class Chat:
         self.reset()
 
     def show(self, image: Image) -> None:
-        """Send the picture with the next question, before its words."""
+        """Send the image with the next question, before its words."""
         self._images.append(image)
 
     def answer(self, line: str) -> bool:
@@ -110,7 +110,7 @@ class Chat:
         can be asked.
 
         An interrupted answer stays in the conversation as far as it came; a refused question does not, nor do
-        its pictures. Results of tool calls that were given so far are sent, too.
+        its images. Results of tool calls that were given so far are sent, too.
         """
         images, self._images = self._images, []
         content: str | list[str | Image] = [*images, line] if images else line
@@ -192,8 +192,8 @@ def run(args: argparse.Namespace) -> int:
                 return 1
             print(f"{model} at {args.addr}; /help lists the commands, /quit leaves")
         chat = Chat(client, args.addr, options_of(args, COMMON), args.system, (args.n or 1) > 1)
-        for picture in args.images or ():
-            chat.show(picture)
+        for shown in args.images or ():
+            chat.show(shown)
         try:
             went_away = not _loop(chat, _prompt if interactive else _read)
         except NotText as error:

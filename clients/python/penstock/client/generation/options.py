@@ -133,8 +133,8 @@ class RequestOptions(ChatOptions, SamplingOptions, total=False):
 
     token_ids: Sequence[int] | None
     media: Sequence[Image] | None
-    """The pictures of `prompt` or `token_ids`, one for each token in it that stands for a picture
-    (`ModelInfo.image_limits.image_token_id`). Pictures of `messages` stand in their content.
+    """The images of `prompt` or `token_ids`, one for each token in it that stands for an image
+    (`ModelInfo.image_limits.image_token_id`). Images of `messages` stand in their content.
     """
 
     request_id: str | None

@@ -78,7 +78,7 @@ def _part(part: str | Image) -> types_pb2.ContentPart:
 
 
 def image_message(image: Image) -> types_pb2.Image:
-    """Make the contract's message of a picture."""
+    """Make the contract's message of an image."""
     return types_pb2.Image(data=image.data, media_type=image.media_type)
 
 
@@ -163,7 +163,7 @@ def _set_input(request: RequestT, prompt: str | None, given: Mapping[str, Any]) 
         )
     chat = {name: given[name] for name in CHAT_FIELDS if name in given}
     if "messages" in given and "media" in given:
-        raise TypeError("media goes with prompt and token_ids; pictures of messages stand in their content")
+        raise TypeError("media goes with prompt and token_ids; images of messages stand in their content")
     if chat and "messages" not in chat:
         raise TypeError(f"{next(iter(chat))} goes with messages, not with {names[0]}")
     if prompt is not None:

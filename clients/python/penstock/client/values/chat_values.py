@@ -49,7 +49,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture that the model is shown: the bytes of a file in a form that the server reads, such as PNG or
+    """An image that the model is shown: the bytes of a file in a form that the server reads, such as PNG or
     JPEG (`ModelInfo.image_limits` lists them).
 
     `Image("cat.png")` reads the file at once (OSError), and `Image(data)` takes its bytes. Nothing is fetched
@@ -74,7 +74,7 @@ class Image:
 
     @classmethod
     def from_data_url(cls, url: str) -> Self:
-        """Make a picture of an address such as "data:image/png;base64,...", which has the bytes in it. It is
+        """Make an image of an address such as "data:image/png;base64,...", which has the bytes in it. It is
         read as browsers read it (the "data: URL processor" of the Fetch standard), except that it must be in
         base64. Raises ValueError for any other address, because nothing is fetched.
         """
@@ -131,7 +131,7 @@ def _registered(media_type: str) -> str:
 
 
 Content = str | Sequence[str | Image]
-"""What is said in a turn: a text, or texts and pictures in their order."""
+"""What is said in a turn: a text, or texts and images in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ def tools_of(tools: Sequence[ToolLike]) -> list[Tool]:
 
 def _content(value: Any) -> tuple[str | Image, ...]:
     """Return the parts of a turn. Raises TypeError, which names the part, for what is neither text nor
-    picture.
+    image.
     """
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
         raise TypeError(f"content: must be a text or a sequence of parts, not {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""What reads the pictures of a model, as frozen values."""
+"""What reads the images of a model, as frozen values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal
 VisionActivation = Literal["silu", "gelu_tanh", "gelu"]
 """The activation of an MLP over patches."""
 BothWays = Literal["none", "windows", "all"]
-"""In which layers of the decoder the tokens of a picture see those behind them in the same picture: in none,
+"""In which layers of the decoder the tokens of an image see those behind them in the same image: in none,
 in those with a window, or in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """The part of a model that makes embeddings of pictures. Each kind of encoder has a class of its own, and
+    """The part of a model that makes embeddings of images. Each kind of encoder has a class of its own, and
     `models/vision/encoders.py` says what belongs to each.
 
     out_size: channels of a token, those of the decoder. image_token_id: the token whose embeddings are
-    replaced by those of pictures. depth: blocks; hidden_size, intermediate_size, num_heads: theirs.
+    replaced by those of images. depth: blocks; hidden_size, intermediate_size, num_heads: theirs.
     patch_size: pixels on a side of a patch.
     """
 
@@ -33,7 +33,7 @@ class VisionConfig:
 
     @property
     def num_outputs(self) -> int:
-        """How many embeddings a token of a picture has: one, and those that are added in layers."""
+        """How many embeddings a token of an image has: one, and those that are added in layers."""
         return 1
 
     @property
@@ -57,10 +57,10 @@ class QwenVisionConfig(VisionConfig):
 
     gated: the MLPs are gated; rms_norms: norms are by root mean square, else layer norms. patch_bias: the
     product that reads patches has one. position_side: a learned table of position_side^2 positions is
-    interpolated to the picture's grid; None: there is none. deepstack: the blocks (from 0) whose outputs are
+    interpolated to the image's grid; None: there is none. deepstack: the blocks (from 0) whose outputs are
     merged too, and added to what the first layers of the decoder give. window: patches of a side of the
     windows within which blocks attend, but for those in full_blocks; None: all blocks attend to the whole
-    picture. video_token_id: stands for a video, which is not taken.
+    image. video_token_id: stands for a video, which is not taken.
     """
 
     video_token_id: int
@@ -88,11 +88,11 @@ class QwenVisionConfig(VisionConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiglipVisionConfig(VisionConfig):
-    """The encoder of Gemma 3: SigLIP, a transformer over the patches of a square picture, all of which are of
+    """The encoder of Gemma 3: SigLIP, a transformer over the patches of a square image, all of which are of
     one size. The outputs of a square of patches are averaged to one token.
 
-    tokens_per_side: squares on each side of a picture. begin_token_id, end_token_id: tokens that texts have
-    before and behind a picture.
+    tokens_per_side: squares on each side of an image. begin_token_id, end_token_id: tokens that texts have
+    before and behind an image.
     """
 
     image_size: int
@@ -108,17 +108,17 @@ class SiglipVisionConfig(VisionConfig):
 
     @property
     def side(self) -> int:
-        """Patches on each side of a picture."""
+        """Patches on each side of an image."""
         return self.image_size // self.patch_size
 
     @property
     def num_patches(self) -> int:
-        """Patches of every picture."""
+        """Patches of every image."""
         return self.side**2
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of every picture."""
+        """Tokens of every image."""
         return self.tokens_per_side**2
 
     @property
@@ -202,7 +202,7 @@ class Gemma4VisionConfig(VisionConfig):
     """The encoder of Gemma 4, whose outputs of a square of merge_size x merge_size patches are averaged to
     one token.
 
-    most_tokens: of a picture. begin_token_id, end_token_id: tokens that stand before and behind a picture.
+    most_tokens: of an image. begin_token_id, end_token_id: tokens that stand before and behind an image.
     video_token_id, audio_token_id: stand for a video and for a sound, which are not taken. num_positions: of
     each of the two tables of positions, for columns and for rows. has_bounds: what the products are given and
     what they give is clipped to bounds of the checkpoint. standardizes: the averages have a bias and a scale.

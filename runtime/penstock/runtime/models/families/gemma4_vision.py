@@ -1,4 +1,4 @@
-"""Gemma 4 with pictures: its text model, and the encoder of pictures with a projection behind it.
+"""Gemma 4 with images: its text model, and the encoder of images with a projection behind it.
 
 Sounds and videos are not served: what reads sounds is not loaded, and prompts with a place for one are
 refused.

@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures: its text model, SigLIP, and a projection between them."""
+"""Gemma 3 with images: its text model, SigLIP, and a projection between them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _read_encoder(fields: Fields, inner: Fields) -> SiglipVisionConfig:
     """Read the encoder, but for the size of what it gives. Defaults are those of transformers' classes."""
     inner.only("model_type", "siglip_vision_model")
     inner.ignore(("dtype", "torch_dtype"))
-    inner.ignore(("vision_use_head",))  # the head makes one vector of a picture, which is used nowhere
+    inner.ignore(("vision_use_head",))  # the head makes one vector of an image, which is used nowhere
     hidden, heads = inner.integer("hidden_size", 768), inner.integer("num_attention_heads", 12)
     if hidden % heads:
         inner.problem("num_attention_heads", f"{heads} heads do not divide {hidden} channels")

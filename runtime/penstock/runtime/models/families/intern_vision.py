@@ -1,4 +1,4 @@
-"""InternVL in transformers' form: decoders with InternViT as the encoder of pictures.
+"""InternVL in transformers' form: decoders with InternViT as the encoder of images.
 
 Videos are not served, and a prompt has no place for one.
 """

@@ -1,4 +1,4 @@
-"""Llama 4 with pictures: its text model, the encoder of pictures, and the projector between them."""
+"""Llama 4 with images: its text model, the encoder of images, and the projector between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES = TensorNames(
     vision_tensor="vision_model.patch_embedding.linear.weight",
 )
 _UNUSED = ("boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index")
-"""Tokens around a picture, which the processor finds by their texts."""
+"""Tokens around an image, which the processor finds by their texts."""
 _PARTS: Mapping[str, str] = {
     "patch_embed": "vision_model.patch_embedding.linear",
     "pre_norm": "vision_model.layernorm_pre",

@@ -1,4 +1,4 @@
-"""Mistral 3 and Pixtral: decoders with Pixtral's encoder of pictures."""
+"""Mistral 3 and Pixtral: decoders with Pixtral's encoder of images."""
 
 from __future__ import annotations
 

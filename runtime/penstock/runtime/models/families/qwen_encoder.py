@@ -1,4 +1,4 @@
-"""The encoders of pictures of Qwen's models: vision_config, and where checkpoints have their parameters."""
+"""The encoders of images of Qwen's models: vision_config, and where checkpoints have their parameters."""
 
 from __future__ import annotations
 

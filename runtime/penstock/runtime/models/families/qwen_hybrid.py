@@ -52,7 +52,7 @@ _NAMES: Mapping[str, str] = {**PRE_NORMS, "router": "gate", "q_gate": "q_proj"}
 _NAMES_OF_NET: Mapping[str, str] = {**_NAMES, "self_attn": "linear_attn", "gated_norm": "norm.weight"}
 _KINDS = ("linear_attention", "full_attention")
 _MROPE = RopeConfig(sections=(11, 11, 10), interleaved=True)
-"""Qwen3.5's three positions, which differ for tokens of pictures."""
+"""Qwen3.5's three positions, which differ for tokens of images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: decoders with M-RoPE, and encoders of pictures.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: decoders with M-RoPE, and encoders of images.
 
 Videos are not served: `video_token_id` is known, so that a prompt with one can be refused.
 """
@@ -21,7 +21,7 @@ from penstock.runtime.models.load_rules import ParamPath, Stored, StoredAt
 from penstock.runtime.models.rope import RopeConfig
 
 _UNUSED = ("vision_start_token_id", "vision_end_token_id", "vision_token_id")
-"""Tokens around pictures, which are the template's affair."""
+"""Tokens around images, which are the template's affair."""
 _NAMES = TensorNames("model.language_model.", vision="model.visual.")
 _STACKED = replace(_NAMES, stacked=True)
 

@@ -1,4 +1,4 @@
-"""What the config.json of several models that read pictures have in common, and their tensors."""
+"""What the config.json of several models that read images have in common, and their tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_activation(fields: Fields, name: str, default: str) -> VisionActivation
 
 
 def read_image_token(fields: Fields, default: int) -> int:
-    """Read the token of pictures, which has a name of either generation of transformers."""
+    """Read the token of images, which has a name of either generation of transformers."""
     name = "image_token_id" if "image_token_id" in fields else "image_token_index"
     return fields.integer(name, default, minimum=0)
 

@@ -102,7 +102,7 @@ class Attention(nnx.Module):
         self.config, self.layer, self.group, self.eps = config, layer, group, eps
         vision = model.vision
         self.sees_ahead = vision is None or vision.both_ways != "windows" or config.window is not None
-        """Whether tokens of a picture may see those behind them: `AttentionMeta.reach` counts."""
+        """Whether tokens of an image may see those behind them: `AttentionMeta.reach` counts."""
         self.norms_are_cut = config.qk_norm == "all" and config.pieces > 1
         can = can_rotate(dim, config.rotary_dim) and config.qk_norm != "layer" and not self.norms_are_cut
         self.rotates_natively = linear.packed and can

@@ -1,4 +1,4 @@
-"""The activations of encoders of pictures, which are computed in float32."""
+"""The activations of encoders of images, which are computed in float32."""
 
 from __future__ import annotations
 

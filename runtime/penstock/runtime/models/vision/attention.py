@@ -1,8 +1,8 @@
 """Attention of patches within spans, in blocks, so that memory grows with the patches and not with their
 square (the online softmax of Milakov and Gimelshein 2018, as in FlashAttention).
 
-So a picture of 16,384 patches needs memory for its patches and not for their square, windows and whole
-pictures are one function, and pictures that share a call cost what they cost alone.
+So an image of 16,384 patches needs memory for its patches and not for their square, windows and whole
+images are one function, and images that share a call cost what they cost alone.
 """
 
 from __future__ import annotations

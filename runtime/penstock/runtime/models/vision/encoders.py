@@ -1,4 +1,4 @@
-"""What belongs to each kind of encoder of pictures: its module, and what the engine must know of it."""
+"""What belongs to each kind of encoder of images: its module, and what the engine must know of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tower(Protocol):
     def __call__(self, inputs: Any, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
         """Turn what `Vision.inputs` made, of which the first num_patches, int32 [], are not padding, into the
         embeddings [most tokens, out_size] in the model's dtype: what replaces those of the tokens, then what
-        is added after layer 0, 1, and so on of the decoder. What stands behind the picture's is undefined.
+        is added after layer 0, 1, and so on of the decoder. What stands behind the image's is undefined.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""The encoder of Gemma 4's pictures: a transformer over patches, whose queries and keys turn by column and by
+"""The encoder of Gemma 4's images: a transformer over patches, whose queries and keys turn by column and by
 row; the outputs of a square of patches are averaged to one token.
 
-Every picture attends to itself only. Products are never int8, as in `qwen_tower`, and each may have bounds
+Every image attends to itself only. Products are never int8, as in `qwen_tower`, and each may have bounds
 for what it is given and for what it gives, which the checkpoint has.
 """
 
@@ -55,7 +55,7 @@ def _clipped(x: jax.Array, least: Vector | None, most: Vector | None, pools: Poo
 
 
 class Gemma4VisionAttention(nnx.Module):
-    """Attention within a picture, of heads whose queries, keys and values are normalised."""
+    """Attention within an image, of heads whose queries, keys and values are normalised."""
 
     def __init__(
         self, config: Gemma4VisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
@@ -164,8 +164,8 @@ class Gemma4Tower(nnx.Module):
         self.embedding_projection = Linear(size, parts, dtype, planners, linear=floats)
 
     def __call__(self, inputs: Gemma4Inputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
-        """Embed several pictures: [N / merge_size^2, out_size] in the model's dtype, in the order of the
-        pictures and of their tokens. num_patches: how many patches are not padding, int32 [].
+        """Embed several images: [N / merge_size^2, out_size] in the model's dtype, in the order of the
+        images and of their tokens. num_patches: how many patches are not padding, int32 [].
         """
         config = self.config
         rows, columns = jnp.asarray(inputs.places)

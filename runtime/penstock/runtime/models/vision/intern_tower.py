@@ -1,4 +1,4 @@
-"""InternViT, the encoder of pictures of InternVL, and its projector. It encodes tiles, squares of one size.
+"""InternViT, the encoder of images of InternVL, and its projector. It encodes tiles, squares of one size.
 
 Every tile attends to itself only, and to a class token that is not read. Products are never int8, as in
 `qwen_tower`.

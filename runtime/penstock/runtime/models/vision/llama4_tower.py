@@ -1,4 +1,4 @@
-"""Llama 4's encoder of pictures, and the projector behind it. It encodes tiles, squares of one size.
+"""Llama 4's encoder of images, and the projector behind it. It encodes tiles, squares of one size.
 
 Every tile attends to itself only, and to a class token behind its patches that is not read. Queries and keys
 turn by column and row. Products are never int8, as in `qwen_tower`.

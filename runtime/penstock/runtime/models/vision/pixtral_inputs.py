@@ -1,4 +1,4 @@
-"""What Pixtral's encoder of pictures is given, made of pictures in numpy."""
+"""What Pixtral's encoder of images is given, made of images in numpy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from penstock.runtime.requests.images import MediaItem
 
 
 class PixtralInputs(NamedTuple):
-    """The inputs of one call of the encoder, for several pictures. N patches, padding included."""
+    """The inputs of one call of the encoder, for several images. N patches, padding included."""
 
     patches: Floats
     """[N, values of a patch]."""
     places: Ints
-    """Row and column of each patch in its picture, [2, N]."""
+    """Row and column of each patch in its image, [2, N]."""
     spans: Ints
-    """A patch attends to those from `begin` to `end`, which are those of its picture, [2, N]. Padding attends
+    """A patch attends to those from `begin` to `end`, which are those of its image, [2, N]. Padding attends
     to itself."""
 
 
-def vision_inputs(config: PixtralConfig, pictures: Sequence[MediaItem], bucket: int) -> PixtralInputs:
-    """Make the inputs for these pictures, padded to `bucket` patches; for the ValueErrors see `grids_of`."""
-    grids = grids_of(pictures, bucket, merge_size=config.merge_size, patch_values=config.patch_features)
+def vision_inputs(config: PixtralConfig, images: Sequence[MediaItem], bucket: int) -> PixtralInputs:
+    """Make the inputs for these images, padded to `bucket` patches; for the ValueErrors see `grids_of`."""
+    grids = grids_of(images, bucket, merge_size=config.merge_size, patch_values=config.patch_features)
     return PixtralInputs(grids.patches, grids.places, grids.spans)

@@ -1,7 +1,7 @@
-"""Pixtral's encoder of pictures, and the projector of the models around it: a transformer over patches that
+"""Pixtral's encoder of images, and the projector of the models around it: a transformer over patches that
 turn by row and column, and a product that makes one token of a square of patches.
 
-Every picture attends to itself only. Products are never int8, as in `qwen_tower`.
+Every image attends to itself only. Products are never int8, as in `qwen_tower`.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class PixtralTower(nnx.Module):
         self.projector = PixtralProjector(config, dtype, floats, planners)
 
     def __call__(self, inputs: PixtralInputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
-        """Embed several pictures: [N / merge_size^2, out_size] in the model's dtype, in the order of the
-        pictures and of their tokens. num_patches: how many patches are not padding, int32 [].
+        """Embed several images: [N / merge_size^2, out_size] in the model's dtype, in the order of the
+        images and of their tokens. num_patches: how many patches are not padding, int32 [].
         """
         x = project(self.patch_conv, jnp.asarray(inputs.patches, self.dtype), num_patches, pools)
         x = self.ln_pre(x, pools)

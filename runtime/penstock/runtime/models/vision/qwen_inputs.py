@@ -1,6 +1,6 @@
-"""What Qwen's encoder of pictures is given, made in numpy, and where the pictures' tokens stand for M-RoPE.
+"""What Qwen's encoder of images is given, made in numpy, and where the images' tokens stand for M-RoPE.
 
-A picture is a grid of patches. They come in the order of the checkpoints' processors: the patches of one
+An image is a grid of patches. They come in the order of the checkpoints' processors: the patches of one
 token, merge_size x merge_size of them, lie side by side, and tokens come row by row.
 """
 
@@ -18,17 +18,17 @@ from penstock.runtime.requests.images import MediaItem, RotaryPositions
 
 
 class QwenInputs(NamedTuple):
-    """The inputs of one call of the encoder, for several pictures. N patches, padding included.
+    """The inputs of one call of the encoder, for several images. N patches, padding included.
 
     A patch attends to patches from `begin` to `end`. Padding attends to itself.
     """
 
     patches: Floats
-    """[N, values of a patch]. Where blocks have windows, patches come window by window in each picture."""
+    """[N, values of a patch]. Where blocks have windows, patches come window by window in each image."""
     places: Ints
-    """Row and column of each patch in its picture, [2, N]."""
+    """Row and column of each patch in its image, [2, N]."""
     frames: Ints
-    """begin and end of the patch's picture (of its frame, if that had several), [2, N]."""
+    """begin and end of the patch's image (of its frame, if that had several), [2, N]."""
     windows: Ints | None
     """begin and end of the patch's window, [2, N]; None: the model has no windows."""
     corners: Ints | None
@@ -41,19 +41,19 @@ class QwenInputs(NamedTuple):
 
 
 def tokens_of(config: QwenVisionConfig, grid: tuple[int, int, int]) -> int:
-    """Tell how many tokens of the prompt a picture of this grid has."""
+    """Tell how many tokens of the prompt an image of this grid has."""
     frames, rows, columns = grid
     return frames * (rows // config.merge_size) * (columns // config.merge_size)
 
 
-def vision_inputs(config: QwenVisionConfig, pictures: Sequence[MediaItem], bucket: int) -> QwenInputs:
-    """Make the inputs for these pictures, padded to `bucket` patches. Their shapes depend on config and
+def vision_inputs(config: QwenVisionConfig, images: Sequence[MediaItem], bucket: int) -> QwenInputs:
+    """Make the inputs for these images, padded to `bucket` patches. Their shapes depend on config and
     bucket only.
 
-    Raises ValueError if the pictures have more patches than the bucket, if the bucket is no multiple of
-    merge_size^2, or if a picture's patches do not fit its grid.
+    Raises ValueError if the images have more patches than the bucket, if the bucket is no multiple of
+    merge_size^2, or if an image's patches do not fit its grid.
     """
-    grids = grids_of(pictures, bucket, merge_size=config.merge_size, patch_values=config.patch_features)
+    grids = grids_of(images, bucket, merge_size=config.merge_size, patch_values=config.patch_features)
     count, patches, places, sizes, spans = grids
     corners, weights = None, None
     if config.position_side is not None:
@@ -74,24 +74,22 @@ def vision_inputs(config: QwenVisionConfig, pictures: Sequence[MediaItem], bucke
 
 
 def rotary_positions(
-    config: QwenVisionConfig, prompt_len: int, pictures: Sequence[MediaItem]
+    config: QwenVisionConfig, prompt_len: int, images: Sequence[MediaItem]
 ) -> RotaryPositions:
-    """Tell where the tokens of a prompt stand for M-RoPE. `pictures`: in the order of the prompt.
+    """Tell where the tokens of a prompt stand for M-RoPE. `images`: in the order of the prompt.
 
-    The tokens of a picture have one time; what follows stands behind its longer side. Raises ValueError if a
-    picture is not where the prompt can have it, or has not as many tokens as its grid.
+    The tokens of an image have one time; what follows stands behind its longer side. Raises ValueError if an
+    image is not where the prompt can have it, or has not as many tokens as its grid.
     """
     positions = np.zeros((3, prompt_len), np.int32)
     at, position = 0, 0
-    for picture in pictures:
-        begin, end = picture.start, picture.end
-        if begin < at or end > prompt_len or picture.num_tokens != tokens_of(config, picture.grid):
-            raise ValueError(
-                f"a picture of grid {picture.grid} cannot be tokens {begin} to {end} of the prompt"
-            )
+    for image in images:
+        begin, end = image.start, image.end
+        if begin < at or end > prompt_len or image.num_tokens != tokens_of(config, image.grid):
+            raise ValueError(f"an image of grid {image.grid} cannot be tokens {begin} to {end} of the prompt")
         positions[:, at:begin] = np.arange(position, position + begin - at)
         position += begin - at
-        grid = (picture.grid[0], *(size // config.merge_size for size in picture.grid[1:]))
+        grid = (image.grid[0], *(size // config.merge_size for size in image.grid[1:]))
         positions[:, begin:end] = position + np.indices(grid).reshape(3, -1)
         position += max(grid[1:])
         at = end
@@ -100,7 +98,7 @@ def rotary_positions(
 
 
 def _interpolation(places: Ints, sizes: Ints, side: int) -> tuple[Ints, Floats]:
-    """Return corners and weights of bilinear interpolation; the table's corners are those of the picture."""
+    """Return corners and weights of bilinear interpolation; the table's corners are those of the image."""
     where = places.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1).astype(np.float32)
     low = np.floor(where)
     near = np.minimum(low[:, None] + [[[0], [1]]], side - 1).astype(np.int32)  # [2, low or high, N]

@@ -1,6 +1,6 @@
-"""Qwen's encoder of pictures: a transformer over patches, and mergers that make tokens of squares of them.
+"""Qwen's encoder of images: a transformer over patches, and mergers that make tokens of squares of them.
 
-Every picture attends to itself only. Products go through `linear`, so that packed weights serve; they are
+Every image attends to itself only. Products go through `linear`, so that packed weights serve; they are
 never int8, because the activations of vision transformers have outliers that int8 by rows does not carry.
 """
 
@@ -170,9 +170,9 @@ class QwenTower(nnx.Module):
         )
 
     def __call__(self, inputs: QwenInputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
-        """Compute the embeddings of several pictures: what replaces those of their tokens, then for each
+        """Compute the embeddings of several images: what replaces those of their tokens, then for each
         block of `deepstack` what is added after layer 0, 1, and so on of the decoder; each [N / merge_size^2,
-        out_size] in the model's dtype, in the order of the pictures and of the prompt's tokens.
+        out_size] in the model's dtype, in the order of the images and of the prompt's tokens.
 
         num_patches: how many patches are not padding, int32 []. What stands behind their tokens is undefined.
         """

@@ -1,4 +1,4 @@
-"""What SigLIP is given: the patches of a picture, square by square. All pictures are of one size."""
+"""What SigLIP is given: the patches of an image, square by square. All images are of one size."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from penstock.runtime.requests.images import MediaItem
 
 
 class SiglipInputs(NamedTuple):
-    """The inputs of one call of the encoder, which takes one picture."""
+    """The inputs of one call of the encoder, which takes one image."""
 
     patches: NDArray[np.float32]
     """[N, values of a patch]. The patches of one token lie side by side, and tokens come row by row."""
 
 
-def vision_inputs(config: SiglipVisionConfig, pictures: Sequence[MediaItem], bucket: int) -> SiglipInputs:
-    """Make the inputs for a picture, or of zeros for none. Raises ValueError for another number of patches
-    than a picture has.
+def vision_inputs(config: SiglipVisionConfig, images: Sequence[MediaItem], bucket: int) -> SiglipInputs:
+    """Make the inputs for an image, or of zeros for none. Raises ValueError for another number of patches
+    than an image has.
     """
     shape = (config.num_patches, config.patch_features)
-    if bucket != config.num_patches or any(picture.patches.shape != shape for picture in pictures):
-        raise ValueError(f"a picture must have patches {shape} in a bucket of {shape[0]}, not of {bucket}")
-    if len(pictures) > 1:
-        raise ValueError(f"one picture is encoded at a time, not {len(pictures)}")
-    return SiglipInputs(pictures[0].patches if pictures else np.zeros(shape, np.float32))
+    if bucket != config.num_patches or any(image.patches.shape != shape for image in images):
+        raise ValueError(f"an image must have patches {shape} in a bucket of {shape[0]}, not of {bucket}")
+    if len(images) > 1:
+        raise ValueError(f"one image is encoded at a time, not {len(images)}")
+    return SiglipInputs(images[0].patches if images else np.zeros(shape, np.float32))
 
 
 def places(config: SiglipVisionConfig) -> NDArray[np.int32]:
@@ -39,6 +39,6 @@ def places(config: SiglipVisionConfig) -> NDArray[np.int32]:
 
 
 def grid_problem(config: SiglipVisionConfig, grid: tuple[int, int, int]) -> str | None:
-    """Say why the encoder cannot take a picture of this grid; None if it can."""
+    """Say why the encoder cannot take an image of this grid; None if it can."""
     expected = (1, config.side, config.side)
     return None if grid == expected else f"has the grid {grid}, not {expected}"

@@ -1,4 +1,4 @@
-"""SigLIP, the encoder of Gemma 3's pictures: a transformer over the patches of a picture of one size, whose
+"""SigLIP, the encoder of Gemma 3's images: a transformer over the patches of an image of one size, whose
 outputs are averaged over squares of patches, and projected to the decoder's channels.
 
 Products go through `linear` and are never int8, as in Qwen's encoder.
@@ -24,7 +24,7 @@ _BLOCK = 512
 
 
 class SiglipTower(nnx.Module):
-    """The patches of one picture to embeddings of tokens."""
+    """The patches of one image to embeddings of tokens."""
 
     def __init__(
         self, config: SiglipVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners

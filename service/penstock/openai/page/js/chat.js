@@ -3,7 +3,7 @@
 import { exchange } from "./exchange.js";
 import { AnswerView } from "./view/answer.js";
 import { element, icon } from "./view/dom.js";
-import { thumbnail } from "./view/pictures.js";
+import { thumbnail } from "./view/images.js";
 
 export class Chat {
   /** `parts` are elements of the page; `on` has what the chat needs of the rest of it: settings(), key(), edit(turn),
@@ -17,9 +17,9 @@ export class Chat {
 
   /** Asks the model. `replaced` is an earlier message that this one stands for: it goes, with what came after it.
    * `own` are settings that hold for this question alone. */
-  ask(text, pictures = [], replaced = null, own = {}) {
+  ask(text, images = [], replaced = null, own = {}) {
     if (replaced) this.cut(this.turns.indexOf(replaced));
-    const turn = { role: "user", text, pictures, own };
+    const turn = { role: "user", text, images, own };
     this.turns.push(turn);
     this.list.append(this.userView(turn));
     return this.run();
@@ -61,7 +61,7 @@ export class Chat {
     this.said.textContent = "The model is answering.";
     this.follower.toEnd();
     const turns = this.turns;
-    // Text comes faster than the screen shows it: a view is made up to date once for each picture.
+    // Text comes faster than the screen shows it: a view is made up to date once for each frame.
     const stale = new Set();
     let frame = 0;
     const draw = () => {
@@ -92,7 +92,7 @@ export class Chat {
     } finally {
       clearInterval(ticking);
       cancelAnimationFrame(frame);
-      draw(); // a hidden tab draws no pictures, but must have all text when it is shown again
+      draw(); // a hidden tab draws no frames, but must have all text when it is shown again
       if (this.controller === controller) {
         this.controller = null;
         this.on.running(false);
@@ -128,7 +128,7 @@ export class Chat {
     const root = element("li", { class: "turn user" },
       element("span", { class: "hidden" }, "You:"),
       element("div", { class: "message" },
-        turn.pictures.length ? element("div", { class: "shown" }, ...turn.pictures.map(thumbnail)) : null,
+        turn.images.length ? element("div", { class: "shown" }, ...turn.images.map(thumbnail)) : null,
         ...(turn.text ? textOf(turn.text) : [])),
       edit);
     this.views.set(turn, { root });

@@ -37,15 +37,15 @@ const composer = new Composer(
   {
     form: part("composer"), field: part("question"), send: part("send"), stop: part("stop"), keys: part("keys"),
     editing: part("editing"), cancel: part("stop-editing"),
-    pictures: { chooser: part("picture"), button: part("add-picture"), list: part("pictures") },
+    images: { chooser: part("image"), button: part("add-image"), list: part("images") },
   },
   { send: ask, stop: () => chat.stop(), say: (text) => (part("said").textContent = text) },
 );
-/** Ids of the models that take pictures. */
+/** Ids of the models that take images. */
 let seeing = new Set();
 
 /** Asks, if the settings can be sent. False leaves the message in its field. `own` are settings of this question alone. */
-function ask(text, pictures = [], replaced = null, own = {}) {
+function ask(text, images = [], replaced = null, own = {}) {
   const invalid = firstInvalid(form);
   if (invalid) {
     panel.show(invalid);
@@ -56,7 +56,7 @@ function ask(text, pictures = [], replaced = null, own = {}) {
     void loadModels();
     return false;
   }
-  void chat.ask(text, pictures, replaced, own);
+  void chat.ask(text, images, replaced, own);
   return true;
 }
 
@@ -102,7 +102,7 @@ async function loadModels() {
     model.disabled = !names.length;
     if (names.includes(wantedModel)) model.value = wantedModel;
     if (!names.length) model.replaceChildren(element("option", { value: "" }, "No model"));
-    composer.pictures.allow(seeing.has(model.value));
+    composer.images.allow(seeing.has(model.value));
     notice(names.length ? null : { title: "The server has no model", next: "It may still be starting. Try again in a moment." });
     document.title = names.length ? `${model.value} · Penstock` : "Penstock";
   } catch (failure) {
@@ -139,7 +139,7 @@ for (const happened of ["input", "change"]) {
     if (target.form !== form || target === keyField) return;
     if (target === form.elements.model) {
       wantedModel = target.value;
-      composer.pictures.allow(seeing.has(wantedModel));
+      composer.images.allow(seeing.has(wantedModel));
       document.title = `${wantedModel} · Penstock`;
     }
     target.setCustomValidity("");

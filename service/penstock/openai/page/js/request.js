@@ -41,10 +41,10 @@ function messages(system, turns) {
   return list;
 }
 
-/** A text alone stays a text; pictures come before what is asked of them. */
-function content({ text, pictures }) {
-  if (!pictures.length) return text;
-  const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+/** A text alone stays a text; images come before what is asked of them. */
+function content({ text, images }) {
+  if (!images.length) return text;
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
   return text ? [...parts, { type: "text", text }] : parts;
 }
 

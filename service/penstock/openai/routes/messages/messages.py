@@ -18,7 +18,7 @@ from penstock.openai.front import front_of
 from penstock.openai.generation.options import form_beside_tools, schema_constraint
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, json_response, sse
-from penstock.openai.routes.messages.turns import has_pictures, ignored_blocks, turns_of
+from penstock.openai.routes.messages.turns import has_images, ignored_blocks, turns_of
 from penstock.openai.routes.messages.writing import message_events, whole_message
 from penstock.openai.routes.tokens import check_model
 from penstock.openai.routes.turns import SWITCHES, named_choice
@@ -222,4 +222,4 @@ async def _converted(body: CountTokensBody, convert: Callable[[], ValueT]) -> Va
     """Return what `convert` makes of the body. Base64 of megabytes is read in a thread, so that other
     requests do not wait for it.
     """
-    return await asyncio.to_thread(convert) if has_pictures(body.messages) else convert()
+    return await asyncio.to_thread(convert) if has_images(body.messages) else convert()

@@ -114,8 +114,8 @@ def turns_of(body: CountTokensBody) -> list[Turn]:
     return turns
 
 
-def has_pictures(messages: Sequence[Message]) -> bool:
-    """Say whether pictures must be made of a block, which takes long."""
+def has_images(messages: Sequence[Message]) -> bool:
+    """Say whether images must be made of a block, which takes long."""
     return any(isinstance(block, ImageBlock) for block in _all_blocks(messages))
 
 

@@ -30,7 +30,7 @@ from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, json_response, late_error, sse
 from penstock.openai.routes.responses.stored import check_sizes, kept_of, previous_of, without_references
 from penstock.openai.routes.responses.tools import ignored_tools, offered_of
-from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
+from penstock.openai.routes.responses.turns import has_images, turn_params, turns_of
 from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
 from penstock.openai.routes.tokens import check_model
 from penstock.openai.routes.turns import template_options, variables_of_effort
@@ -205,7 +205,7 @@ async def create_response(request: Request) -> Response:
     check_sizes(previous, items)
     body = body.model_copy(update={"input": items})
     ignored_in(request.scope).update(response_ignored(body, facts, keeps=front.store is not None))
-    if has_pictures(body.input) or has_pictures(previous.items):
+    if has_images(body.input) or has_images(previous.items):
         # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
         options = await asyncio.to_thread(response_options, body, facts, previous.items)
     else:
@@ -260,7 +260,7 @@ async def count_input_tokens(request: Request) -> Response:
     ignored_in(request.scope).update(_chat_ignored(body, facts))
     functions, choice = offered_of(body.tools, body.tool_choice)
     tools = [function.offered() for function in functions]
-    # Base64 of pictures may have megabytes, and is read in a thread.
+    # Base64 of images may have megabytes, and is read in a thread.
     chat = await asyncio.to_thread(_chat_of, body, facts, previous.items, tools, choice)
     name_params(request.scope, partial(_chat_params, body, previous.items))
     asked = front.backend.client.tokenize(timeout=call.timeout, metadata=call.metadata, **chat)

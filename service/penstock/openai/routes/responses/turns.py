@@ -13,7 +13,7 @@ from penstock.client import ChatMessage, Image, ToolCall
 from penstock.openai.failures import invalid_value, unsupported_value
 from penstock.openai.routes.custom_tools import custom_call
 from penstock.openai.routes.responses.tools import flat_name
-from penstock.openai.routes.turns import joined, part_params, picture_of
+from penstock.openai.routes.turns import image_of, joined, part_params
 from penstock.openai.schemas.responses import (
     CustomToolCallItem,
     FunctionCallItem,
@@ -173,8 +173,8 @@ def _add(turns: list[_AssistantTurn | _OtherTurn], at: str, item: Item) -> None:
             raise unsupported_value(f"{at}.type", f"items of the type {item.type[:40]!r} are not taken.")
 
 
-def has_pictures(items: str | Sequence[Item]) -> bool:
-    """Say whether pictures must be made of a part of an item, which takes long."""
+def has_images(items: str | Sequence[Item]) -> bool:
+    """Say whether images must be made of a part of an item, which takes long."""
     return not isinstance(items, str) and any(
         isinstance(part, InputImage)
         for item in items
@@ -190,13 +190,13 @@ def _content(content: str | Sequence[Part], where: str) -> str | Sequence[str | 
 
 
 def _text(content: str | Sequence[Part], where: str) -> str:
-    """Join the text of all parts, with a line break between two of them, where no pictures are taken."""
+    """Join the text of all parts, with a line break between two of them, where no images are taken."""
     if not isinstance(content, str):
         for i, part in enumerate(content):
             if isinstance(part, InputImage):
-                raise unsupported_value(f"{where}[{i}].type", "only messages have pictures, not answers.")
+                raise unsupported_value(f"{where}[{i}].type", "only messages have images, not answers.")
     text = _content(content, where)
-    assert isinstance(text, str), "pictures are refused"
+    assert isinstance(text, str), "images are refused"
     return text
 
 
@@ -205,7 +205,7 @@ def _part(part: Part, where: str) -> str | Image:
         case InputText() | OutputText():
             return part.text
         case InputImage():
-            return picture_of(part.image_url, part.detail, f"{where}.image_url", f"{where}.detail")
+            return image_of(part.image_url, part.detail, f"{where}.image_url", f"{where}.detail")
         case Other():
             kind = _MEDIA.get(part.type, f"parts of the type {part.type[:40]!r}")
             raise unsupported_value(f"{where}.type", f"the model does not take {kind}.")

@@ -1,16 +1,16 @@
 // The field for the next message, with the buttons that send it and stop the answer.
 
-import { Pictures } from "./pictures.js";
+import { Images } from "./images.js";
 
 /** On a telephone, Enter begins a line, because nobody can press Shift there; the button sends. */
 const TOUCH = matchMedia("(pointer: coarse)");
 
 export class Composer {
-  /** `on` has what the page does: send(text, pictures, turn), stop(), and say(text). `pictures` are the elements for
-   * pictures, see Pictures. */
-  constructor({ form, field, send, stop, keys, editing, cancel, pictures }, on) {
+  /** `on` has what the page does: send(text, images, turn), stop(), and say(text). `images` are the elements for
+   * images, see Images. */
+  constructor({ form, field, send, stop, keys, editing, cancel, images }, on) {
     Object.assign(this, { form, field, send, stop, editing, on });
-    this.pictures = new Pictures({ ...pictures, target: form }, { changed: () => this.update(), say: on.say });
+    this.images = new Images({ ...images, target: form }, { changed: () => this.update(), say: on.say });
     this.running = false;
     this.editTurn = null;
     if (TOUCH.matches) {
@@ -41,8 +41,8 @@ export class Composer {
 
   submit() {
     if (!this.hasMessage() || this.running) return;
-    if (!this.on.send(this.field.value.trim(), this.pictures.chosen, this.editTurn)) return;
-    this.pictures.set([]);
+    if (!this.on.send(this.field.value.trim(), this.images.chosen, this.editTurn)) return;
+    this.images.set([]);
     this.field.value = "";
     this.editTurn = null;
     this.editing.hidden = true;
@@ -54,7 +54,7 @@ export class Composer {
     this.editTurn = turn;
     this.editing.hidden = !turn;
     this.field.value = turn?.text ?? "";
-    this.pictures.set(turn?.pictures ?? []);
+    this.images.set(turn?.images ?? []);
     this.update();
     this.field.focus();
   }
@@ -76,7 +76,7 @@ export class Composer {
   }
 
   hasMessage() {
-    return Boolean(this.field.value.trim() || this.pictures?.chosen.length);
+    return Boolean(this.field.value.trim() || this.images?.chosen.length);
   }
 
   update() {

@@ -80,12 +80,12 @@ class ReadmeExamplesTest {
 
     @Test
     void showing() {
-        ByteString picture = ByteString.copyFromUtf8("a picture");
+        ByteString image = ByteString.copyFromUtf8("an image");
         // ---
         ChatMessage question = ChatMessage.newBuilder()
                 .setRole("user")
                 .addParts(ContentPart.newBuilder()
-                        .setImage(Image.newBuilder().setData(picture).setMediaType("image/png")))
+                        .setImage(Image.newBuilder().setData(image).setMediaType("image/png")))
                 .addParts(ContentPart.newBuilder().setText("What is this?"))
                 .build();
         try {

@@ -1,4 +1,4 @@
-"""Pictures of a message: chosen, dropped, pasted, shown, sent, edited and taken away."""
+"""Images of a message: chosen, dropped, pasted, shown, sent, edited and taken away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIVE = """((kind, files) => {
   for (const [name, type, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name, { type }));
   const form = document.querySelector("#composer");
   if (kind === "choose") {
-    const chooser = document.querySelector("#picture");
+    const chooser = document.querySelector("#image");
     chooser.files = data.files;
     chooser.dispatchEvent(new Event("change"));
   } else {
@@ -38,9 +38,9 @@ GIVE = """((kind, files) => {
 
 @pytest.fixture
 def page(browser: Chromium) -> Iterator[Page]:
-    """Yield the page of a server whose model takes pictures."""
+    """Yield the page of a server whose model takes images."""
     with opened(browser, seeing=("toy",)) as page:
-        page.tab.wait("!document.querySelector('#add-picture').hidden")
+        page.tab.wait("!document.querySelector('#add-image').hidden")
         yield page
 
 
@@ -51,12 +51,12 @@ def give(page: Page, kind: str, *names: str, media_type: str = "image/png") -> N
 
 
 def chosen(page: Page) -> list[str]:
-    return page.tab.each("#pictures img", "one.alt")
+    return page.tab.each("#images img", "one.alt")
 
 
 def has(page: Page, *names: str) -> None:
-    """Wait until exactly these pictures go with the message."""
-    images = "[...document.querySelectorAll('#pictures img')].map((one) => one.alt)"
+    """Wait until exactly these images go with the message."""
+    images = "[...document.querySelectorAll('#images img')].map((one) => one.alt)"
     page.tab.wait(f"JSON.stringify({images}) === {json.dumps(json.dumps(names, separators=(',', ':')))}")
 
 
@@ -65,7 +65,7 @@ def image(url: str = URL) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["choose", "drop", "paste"])
-def test_a_picture_is_sent_before_the_text_and_shown_in_the_conversation(page: Page, kind: str) -> None:
+def test_an_image_is_sent_before_the_text_and_shown_in_the_conversation(page: Page, kind: str) -> None:
     give(page, kind, "one.png")
     has(page, "one.png")
     page.ask("What is it?", said("A dot."))
@@ -84,11 +84,11 @@ def test_a_picture_is_sent_before_the_text_and_shown_in_the_conversation(page: P
     assert page.sent["messages"][2] == {"role": "user", "content": "Sure?"}
 
 
-def test_pictures_alone_are_a_message_and_one_can_be_removed(page: Page) -> None:
+def test_images_alone_are_a_message_and_one_can_be_removed(page: Page) -> None:
     assert page.tab.evaluate("document.querySelector('#send').getAttribute('aria-disabled')") == "true"
     give(page, "choose", "one.png", "two.png", "three.png")
     has(page, "one.png", "two.png", "three.png")
-    page.tab.click("#pictures li:nth-child(2) button")
+    page.tab.click("#images li:nth-child(2) button")
     has(page, "one.png", "three.png")
     page.server.answers.append(said("Two dots."))
     page.tab.click("#send")
@@ -96,7 +96,7 @@ def test_pictures_alone_are_a_message_and_one_can_be_removed(page: Page) -> None
     assert page.sent["messages"] == [{"role": "user", "content": [image(), image()]}]
 
 
-def test_a_message_that_is_edited_has_its_pictures_again(page: Page) -> None:
+def test_a_message_that_is_edited_has_its_images_again(page: Page) -> None:
     give(page, "choose", "one.png")
     has(page, "one.png")
     page.ask("What?", said("A dot."))
@@ -110,15 +110,15 @@ def test_a_message_that_is_edited_has_its_pictures_again(page: Page) -> None:
     assert len(page.sent["messages"]) == 1
 
 
-def test_what_is_no_picture_is_said_and_left_out(page: Page) -> None:
+def test_what_is_no_image_is_said_and_left_out(page: Page) -> None:
     give(page, "drop", "notes.txt", media_type="text/plain")
     page.tab.wait("document.querySelector('#said').textContent.includes('PNG, JPEG, WebP or GIF')")
     assert chosen(page) == []
 
 
-def test_a_model_that_reads_text_gets_no_pictures(browser: Chromium) -> None:
+def test_a_model_that_reads_text_gets_no_images(browser: Chromium) -> None:
     with opened(browser) as page:
-        assert page.tab.evaluate("document.querySelector('#add-picture').hidden") is True
+        assert page.tab.evaluate("document.querySelector('#add-image').hidden") is True
         give(page, "paste", "one.png")
         give(page, "drop", "one.png")
         page.ask("Hello", said("Hi"))

@@ -1,9 +1,9 @@
-"""A model that reads pictures and whose every token can be computed by hand.
+"""A model that reads images and whose every token can be computed by hand.
 
-Each token has a value: its id or, if it is a token of a picture, what the encoder makes of its patches, which
-tells the picture and the place in it. To this is added what its three rotary positions are. After n tokens
+Each token has a value: its id or, if it is a token of an image, what the encoder makes of its patches, which
+tells the image and the place in it. To this is added what its three rotary positions are. After n tokens
 the next one is (7 * sum of the values + 3 * n + 1) mod vocabulary, where the sum comes from the paged cache
-as in `tests.support.models.toy`. So a row of another picture or place, an old one, or a wrong rotary position
+as in `tests.support.models.toy`. So a row of another image or place, an old one, or a wrong rotary position
 makes a wrong token.
 """
 
@@ -30,9 +30,9 @@ from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.models.toy import OFFSET, VOCAB, plain_rules, toy_model
 
 PAD = 59
-"""The token that stands for a picture."""
+"""The token that stands for an image."""
 BREAK = 58
-"""The token of text behind the rows of a picture."""
+"""The token of text behind the rows of an image."""
 PER_TOKEN = 4
 _TURNS = np.array([1, 2, 3])
 _MOST = 5
@@ -53,7 +53,7 @@ def vision_inputs(items: Sequence[MediaItem], bucket: int) -> Inputs:
 
 
 def rotary_positions(length: int, items: Sequence[MediaItem]) -> RotaryPositions:
-    """Count on from token to token, and over a picture as much as it is wide and high."""
+    """Count on from token to token, and over an image as much as it is wide and high."""
     positions = np.zeros((3, length), np.int32)
     at = position = 0
     for item in items:
@@ -82,8 +82,8 @@ VISION = Vision(
 )
 
 
-def picture(number: int, num_tokens: int, row_tokens: int | None = None) -> MediaItem:
-    """Make a picture that stands nowhere yet, of so many embeddings. Pictures with other numbers have other
+def image(number: int, num_tokens: int, row_tokens: int | None = None) -> MediaItem:
+    """Make an image that stands nowhere yet, of so many embeddings. Images with other numbers have other
     patches. row_tokens: see `MediaItem`.
     """
     rng = np.random.default_rng(number)
@@ -94,7 +94,7 @@ def picture(number: int, num_tokens: int, row_tokens: int | None = None) -> Medi
 
 
 def request_of(name: str, parts: Sequence[int | MediaItem], num_tokens: int, **changes: Any) -> Request:
-    """Make a greedy request for so many tokens after these tokens and pictures."""
+    """Make a greedy request for so many tokens after these tokens and images."""
     tokens: list[int] = []
     media: list[MediaItem] = []
     for part in parts:
@@ -137,7 +137,7 @@ def expected_tokens(request: Request, offset: int = OFFSET) -> list[int]:
     return made
 
 
-class PicturedLM(nnx.Module):
+class ToyImageLM(nnx.Module):
     """See the module docstring; the only weight is the offset."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class PicturedLM(nnx.Module):
         return jnp.stack([jnp.round(mean[:, 0, 0] * count), count], axis=1), (layer,)
 
     def encode(self, inputs: Inputs, num_patches: jax.Array) -> tuple[jax.Array, ...]:
-        """Two arrays: the second is added to the first. New weights encode a picture otherwise."""
+        """Two arrays: the second is added to the first. New weights encode an image otherwise."""
         patches = jnp.asarray(inputs.patches)
         return patches[::PER_TOKEN, :1] + self.offset[0] - OFFSET, patches[1::PER_TOKEN, 1:]
 
@@ -175,13 +175,13 @@ class PicturedLM(nnx.Module):
         return 10 * jax.nn.one_hot(following.astype(jnp.int32), VOCAB, dtype=jnp.float32)
 
 
-def pictured_model(max_model_len: int = 200) -> ServedModel:
-    """Make a ServedModel with a PicturedLM, without a tokenizer."""
-    graphdef, weights = nnx.split(PicturedLM())
+def toy_image_model(max_model_len: int = 200) -> ServedModel:
+    """Make a ServedModel with a ToyImageLM, without a tokenizer."""
+    graphdef, weights = nnx.split(ToyImageLM())
     return dataclasses.replace(
         toy_model(max_model_len=max_model_len),
-        name="pictured",
-        architecture="PicturedForCausalLM",
+        name="toy_image",
+        architecture="ToyImageForCausalLM",
         graphdef=graphdef,
         weights=jax.device_put(weights, jax.devices()[0]),
         rules=plain_rules(offset=(1,)),

@@ -1,4 +1,4 @@
-"""The pictures of the golden checkpoints that have such, as MediaItems."""
+"""The images of the golden checkpoints that have such, as MediaItems."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def cases_of(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def pictures_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) -> list[MediaItem]:
-    """Return the pictures of a case at their places in the expanded prompt. Those of Qwen are preprocessed by
+def images_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) -> list[MediaItem]:
+    """Return the images of a case at their places in the expanded prompt. Those of Qwen are preprocessed by
     transformers; others go the way of a request, and the prompt must become that of the case.
     """
     if not isinstance(config, QwenVisionConfig):
@@ -63,8 +63,8 @@ def pictures_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) 
 
 
 def unexpanded(case: Mapping[str, Any], encode: Callable[[str], list[int]], run_of: int | None) -> list[int]:
-    """Return the tokens of a case's text with one for each picture, as a caller who sends tokens has them.
-    run_of: for a model whose processor writes more into a text than its mark, the token of pictures, each run
+    """Return the tokens of a case's text with one for each image, as a caller who sends tokens has them.
+    run_of: for a model whose processor writes more into a text than its mark, the token of images, each run
     of which in the prompt becomes one.
     """
     if run_of is None:
@@ -74,10 +74,10 @@ def unexpanded(case: Mapping[str, Any], encode: Callable[[str], list[int]], run_
 
 
 def moved(item: MediaItem, start: int) -> MediaItem:
-    """Return the same picture at another place of a prompt."""
+    """Return the same image at another place of a prompt."""
     return MediaItem(item.patches, item.grid, item.digest, start, item.num_tokens)
 
 
-def num_patches(pictures: Sequence[MediaItem]) -> int:
+def num_patches(images: Sequence[MediaItem]) -> int:
     """How many patches they have together."""
-    return sum(len(item.patches) for item in pictures)
+    return sum(len(item.patches) for item in images)

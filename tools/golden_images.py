@@ -1,9 +1,9 @@
-"""Makes golden checkpoints of models that read pictures, with what PyTorch computes from them.
+"""Makes golden checkpoints of models that read images, with what PyTorch computes from them.
 
-    python -m tools.golden_pictures --out tests/golden NAME ...
+    python -m tools.golden_images --out tests/golden NAME ...
 
 It needs torch, torchvision and transformers. Texts become token ids by transformers' own processor of the
-model, which puts the pictures' tokens into them; pictures are processed by its processor on Pillow, which is
+model, which puts the images' tokens into them; images are processed by its processor on Pillow, which is
 the one that servers use.
 """
 
@@ -29,7 +29,7 @@ PROMPTS: Sequence[tuple[str, Sequence[tuple[int, int]]]] = (
     ("return the path of no picture", []),
     ("<I>", [(17, 230)]),
 )
-"""Texts, in which <I> stands for a picture, and the height and width of each picture."""
+"""Texts, in which <I> stands for an image, and the height and width of each image."""
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -44,9 +44,9 @@ VISION = {
 class Kind:
     """How a golden is made.
 
-    marks: the special tokens for pictures, by what the tokenizer's attribute is called. mark: the one that
-    stands for a picture in a text. ids: the config's fields with the ids of some of them. processor: the
-    processor of texts and pictures, made of a tokenizer.
+    marks: the special tokens for images, by what the tokenizer's attribute is called. mark: the one that
+    stands for an image in a text. ids: the config's fields with the ids of some of them. processor: the
+    processor of texts and images, made of a tokenizer.
     """
 
     config_class: str
@@ -96,9 +96,9 @@ def _llama4_processor(tokenizer: Any) -> Any:
         def resize(
             self, image: torch.Tensor, size: Any, resample: Any = None, antialias: bool = True, **kwargs: Any
         ) -> torch.Tensor:
-            """Resize pictures [N, 3, height, width]."""
-            pictures = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in image]
-            resized = [np.array(one.resize((size.width, size.height), resample)) for one in pictures]
+            """Resize images [N, 3, height, width]."""
+            images = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in image]
+            resized = [np.array(one.resize((size.width, size.height), resample)) for one in images]
             return torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
 
     images = Llama4ImageProcessor(size={"height": 32, "width": 32}, max_patches=6)
@@ -124,7 +124,7 @@ CASES: Mapping[str, Kind] = {
             "num_hidden_layers": 4,
             "num_kv_shared_layers": 1,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-            "sliding_window": 10,  # fewer than the tokens of a picture
+            "sliding_window": 10,  # fewer than the tokens of an image
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": COMMON["vocab_size"],
             "use_bidirectional_attention": "vision",
@@ -237,7 +237,7 @@ CASES: Mapping[str, Kind] = {
         text={
             "head_dim": 32,
             "query_pre_attn_scalar": 24,
-            "sliding_window": 10,  # fewer than the tokens of a picture
+            "sliding_window": 10,  # fewer than the tokens of an image
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
@@ -289,8 +289,8 @@ def make_model(name: str, attempt: int, tokenizer: Any) -> Any:
     return model
 
 
-def draw_picture(height: int, width: int, random: np.random.Generator) -> Image.Image:
-    """Draw a picture with gradients and noise."""
+def draw_image(height: int, width: int, random: np.random.Generator) -> Image.Image:
+    """Draw an image with gradients and noise."""
     y, x = np.mgrid[0:height, 0:width]
     bands = np.stack([x * 255 // width, y * 255 // height, (x + y) * 7 % 256], -1).astype(np.uint8)
     return Image.fromarray(bands ^ random.integers(0, 32, (height, width, 3), dtype=np.uint8))
@@ -333,7 +333,7 @@ def case_of(model: Any, processor: Any, text: str, images: Sequence[Image.Image]
 
 
 def cases_of(folder: Path, name: str, attempt: int) -> list[dict[str, Any]] | None:
-    """Make the cases of a model that is written to the folder; None if it writes marks of pictures itself."""
+    """Make the cases of a model that is written to the folder; None if it writes marks of images itself."""
     kind = CASES[name]
     save_tokenizer(folder, kind.marks)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
@@ -343,7 +343,7 @@ def cases_of(folder: Path, name: str, attempt: int) -> list[dict[str, Any]] | No
     random, cases = np.random.default_rng(11), []
     marks = set(tokenizer.convert_tokens_to_ids(list(kind.marks.values())))
     for number, (text, sizes) in enumerate(PROMPTS):
-        images = [draw_picture(height, width, random) for height, width in sizes]
+        images = [draw_image(height, width, random) for height, width in sizes]
         files = [f"image-{number}-{i}.png" for i in range(len(images))]
         for file, image in zip(files, images, strict=True):
             image.save(folder / file)
@@ -372,7 +372,7 @@ def make(name: str, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make golden checkpoints that read pictures, with PyTorch.")
+    parser = argparse.ArgumentParser(description="Make golden checkpoints that read images, with PyTorch.")
     parser.add_argument("names", nargs="+", choices=CASES, metavar="NAME", help=f"of {', '.join(CASES)}")
     parser.add_argument("--out", type=Path, required=True, help="the folder that gets a folder of each name")
     arguments = parser.parse_args()

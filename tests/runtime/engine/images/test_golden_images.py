@@ -1,9 +1,9 @@
-"""PyTorch's tokens after prompts with pictures, through the whole engine: decoding, processing, encoding,
+"""PyTorch's tokens after prompts with images, through the whole engine: decoding, processing, encoding,
 paged cache, scheduler.
 
-For each family: prompts alone and packed, in chunks that cut pictures; preempted and resumed; with the prefix
-cache and without it; as several outputs that fork; with one picture encoded in a step, and a pool that has
-room for one, so that pictures are encoded again. Tokens equal PyTorch's, and log-probabilities agree to 1e-4
+For each family: prompts alone and packed, in chunks that cut images; preempted and resumed; with the prefix
+cache and without it; as several outputs that fork; with one image encoded in a step, and a pool that has
+room for one, so that images are encoded again. Tokens equal PyTorch's, and log-probabilities agree to 1e-4
 relative.
 """
 
@@ -33,21 +33,21 @@ from penstock.runtime.scheduling.plan import drafted_tokens
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.chunks import set_chunk
 from tests.support.collector import GREEDY_PARAMS
-from tests.support.goldens import GOLDEN, MARKS, PICTURE_TOKENS, RUNS, WITH_PICTURES, small_config
-from tests.support.models.pictures import unexpanded
+from tests.support.goldens import GOLDEN, IMAGE_TOKENS, MARKS, RUNS, WITH_IMAGES, small_config
+from tests.support.models.images import unexpanded
 from tests.support.scheduler.proposing import Guesses, lies
 
 Case = dict[str, Any]
 MAX_IMAGE_TOKENS = {"gemma4_vl": 72, "mistral3_vl": 72, "pixtral": 72}
-"""Where 64 would make a picture smaller: 72 are eight rows of eight and a break, or 70 between two others."""
+"""Where 64 would make an image smaller: 72 are eight rows of eight and a break, or 70 between two others."""
 POOL_TOKENS = {"gemma4_vl": 320, "internvl": 1024, "llama4_vl": 1024}
-"""Where 256 have no room for all pictures: a tile of 4 tokens takes a block of 32, and 65 take three."""
+"""Where 256 have no room for all images: a tile of 4 tokens takes a block of 32, and 65 take three."""
 CACHED_TOKENS = 264
 """What the KV cache holds: about three of the longest requests."""
 
 
 def num_encoded(name: str, case: Case) -> int:
-    """How often the encoder is called for the pictures of a case: once for each, or for each tile, which has
+    """How often the encoder is called for the images of a case: once for each, or for each tile, which has
     four tokens.
     """
     in_tiles = name in ("internvl", "llama4_vl")
@@ -55,7 +55,7 @@ def num_encoded(name: str, case: Case) -> int:
 
 
 class Encodes:
-    """An observer that counts the pictures that are encoded."""
+    """An observer that counts the images that are encoded."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -137,7 +137,7 @@ class Served:
 
 def check(made: Generation, case: Case, name: str, n: int = 1) -> None:
     assert made.prompt.token_ids == tuple(case["prompt"])
-    assert made.usage.image_tokens == sum(case["prompt"].count(token) for token in PICTURE_TOKENS[name])
+    assert made.usage.image_tokens == sum(case["prompt"].count(token) for token in IMAGE_TOKENS[name])
     assert len(made.outputs) == n
     for output in made.outputs:
         count = len(case["tokens"])
@@ -148,7 +148,7 @@ def check(made: Generation, case: Case, name: str, n: int = 1) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", WITH_PICTURES)
+@pytest.mark.parametrize("name", WITH_IMAGES)
 @pytest.mark.parametrize("page_size", [pytest.param(8, id="xla"), pytest.param(16, id="native")])
 def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -> None:
     if page_size == 16 and not library.available():
@@ -163,8 +163,8 @@ def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -> None
         engine.flush_prefix_cache()
         served.ask_together([*cases, *reversed(cases)])
     set_chunk(engine, None)
-    pictures = sum(num_encoded(name, case) for case in cases)
-    assert served.encodes.count == pictures  # each only once, however often it was asked for
+    num_images = sum(num_encoded(name, case) for case in cases)
+    assert served.encodes.count == num_images  # each only once, however often it was asked for
     engine.flush_prefix_cache()
     longest = max(cases, key=lambda case: len(case["prompt"]))
     assert served.ask(longest).usage.cached_prompt_tokens == 0
@@ -179,9 +179,9 @@ def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -> None
 
 @pytest.mark.timeout(900)
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", WITH_PICTURES)
-def test_tokens_are_proposed_behind_pictures(name: str) -> None:
-    """The rows of proposed tokens have the rotary positions that follow those of the pictures, also where
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_tokens_are_proposed_behind_images(name: str) -> None:
+    """The rows of proposed tokens have the rotary positions that follow those of the images, also where
     they are joined for a recurrent state.
     """
     rng = random.Random(8)
@@ -205,8 +205,8 @@ def test_tokens_are_proposed_behind_pictures(name: str) -> None:
 
 
 @pytest.mark.sweep
-def test_heads_guess_behind_pictures(tmp_path: Path) -> None:
-    """The layer was made for the golden without pictures, which has a text model of the same sizes."""
+def test_heads_guess_behind_images(tmp_path: Path) -> None:
+    """The layer was made for the golden without images, which has a text model of the same sizes."""
     shutil.copytree(GOLDEN / "qwen3_5_vl", tmp_path, dirs_exist_ok=True)
     layer = load_file(GOLDEN / "heads" / "qwen3_5" / "layer.safetensors")
     save_file({**load_file(tmp_path / "model.safetensors"), **layer}, tmp_path / "model.safetensors")
@@ -223,24 +223,24 @@ def test_heads_guess_behind_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", WITH_PICTURES)
-def test_pictures_are_encoded_again_where_the_pool_is_small(name: str) -> None:
-    """It has room for the largest picture, and a step encodes one."""
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_images_are_encoded_again_where_the_pool_is_small(name: str) -> None:
+    """It has room for the largest image, and a step encodes one."""
     served = Served(name, 8, media_pool_tokens=MAX_IMAGE_TOKENS.get(name, 64), max_encode_patches=1)
-    pictures = sum(num_encoded(name, case) for case in served.cases)
+    num_images = sum(num_encoded(name, case) for case in served.cases)
     for size in (None, 7):
         set_chunk(served.engine, size)
         served.ask_together([*served.cases, *reversed(served.cases)], bypass=True)
     assert served.encodes.most == 1
-    assert served.encodes.count > pictures
+    assert served.encodes.count > num_images
     served.finish()
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", WITH_PICTURES)
-def test_equal_texts_with_other_pictures_share_nothing(name: str, tmp_path: Path) -> None:
-    """The picture of the first case is answered with its own tokens also after its mirror image, whose prompt
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_equal_texts_with_other_images_share_nothing(name: str, tmp_path: Path) -> None:
+    """The image of the first case is answered with its own tokens also after its mirror image, whose prompt
     has the same token ids. Chats and prompts of token ids mean the same as the text.
     """
     served = Served(name, 8)
@@ -253,7 +253,7 @@ def test_equal_texts_with_other_pictures_share_nothing(name: str, tmp_path: Path
     assert other.prompt.token_ids == tuple(case["prompt"])
     values = [logprobs.sampled for logprobs in other.outputs[0].logprobs or ()]
     assert not np.allclose(values, case["logprobs"], rtol=1e-4)
-    assert served.ask(case).usage.cached_prompt_tokens <= 8  # before the picture
+    assert served.ask(case).usage.cached_prompt_tokens <= 8  # before the image
     assert engine.text is not None
     tokens = unexpanded(case, engine.text.encode, RUNS.get(name))
     by_ids = engine.generate(tokens, media=served.images(case), **asked)

@@ -1,5 +1,5 @@
-"""Prompts with pictures make the tokens that are computed by hand, whatever chunks they are computed in, with
-whatever else, and however often their pictures are encoded.
+"""Prompts with images make the tokens that are computed by hand, whatever chunks they are computed in, with
+whatever else, and however often their images are encoded.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from penstock.runtime.requests.request import CacheParams, Request, outputs_of
 from penstock.runtime.scheduling.plan import Encode
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
-from tests.support.models.pictured import (
+from tests.support.models.toy import toy_engine
+from tests.support.models.toy_images import (
     VISION,
     expected_tokens,
-    picture,
-    pictured_model,
+    image,
     request_of,
+    toy_image_model,
 )
-from tests.support.models.toy import toy_engine
 from tests.support.scheduler.put_off import Anything, HalfPutOff
 from tests.support.suite.drawing import few
 
-CAT, DOG, FISH = picture(1, 5), picture(2, 32), picture(3, 40)
-NEWT = picture(4, 28, row_tokens=7)
+CAT, DOG, FISH = image(1, 5), image(2, 32), image(3, 40)
+NEWT = image(4, 28, row_tokens=7)
 """Its tokens are four rows of seven and a token of text."""
 PROMPTS: dict[str, tuple[int | MediaItem, ...]] = {
     "one": (1, 2, CAT, 3),
@@ -48,7 +48,7 @@ PROMPTS: dict[str, tuple[int | MediaItem, ...]] = {
     "long": (3, FISH, 1, 2, DOG, 3, 4, CAT, 5),
 }
 SIZES: dict[str, Any] = {"max_image_tokens": 40, "media_pool_tokens": 128, "decode_window_s": 10.0}
-"""The pool has four blocks, so all three pictures together do not fit beside each other and another one."""
+"""The pool has four blocks, so all three images together do not fit beside each other and another one."""
 
 
 def accelerator() -> Backend:
@@ -75,11 +75,11 @@ CI = ("windows",)
 
 @pytest.fixture(
     scope="module",
-    params=few(ENGINES, ALWAYS, CI, shared="engine of pictures"),
+    params=few(ENGINES, ALWAYS, CI, shared="engine of images"),
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     backend = accelerator() if request.param == "as on an accelerator" else None
-    engine = toy_engine(pictured_model(), backend=backend, **(SIZES | ENGINES[request.param]))
+    engine = toy_engine(toy_image_model(), backend=backend, **(SIZES | ENGINES[request.param]))
     yield engine
     assert engine.ready
     assert engine.compiles_after_warmup == 0
@@ -112,9 +112,9 @@ def test_every_prompt_alone_and_all_packed_in_chunks(engine: Engine, chunk: int 
     set_chunk(engine, None)
 
 
-def test_equal_texts_with_other_pictures_share_nothing(engine: Engine) -> None:
+def test_equal_texts_with_other_images_share_nothing(engine: Engine) -> None:
     engine.flush_prefix_cache()
-    fish = picture(30, 40)
+    fish = image(30, 40)
     one = request_of("one", (1, 2, FISH, 3, 4), 6)
     other = request_of("other", (1, 2, fish, 3, 4), 6)
     assert one.prompt_token_ids == other.prompt_token_ids
@@ -130,7 +130,7 @@ def test_equal_texts_with_other_pictures_share_nothing(engine: Engine) -> None:
     run(engine, [one, other])
 
 
-def test_forks_share_prompts_with_pictures(engine: Engine) -> None:
+def test_forks_share_prompts_with_images(engine: Engine) -> None:
     for name in ("two", "last", "only"):
         asked = request_of(name, PROMPTS[name], 8, cache=CacheParams(bypass=True))
         outputs = outputs_of(asked, 3)
@@ -142,7 +142,7 @@ def test_forks_share_prompts_with_pictures(engine: Engine) -> None:
 
 def test_tokens_that_are_put_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """About half of the masks are not ready in time. Then a prompt's last token is computed again, which may
-    be one of a picture that the pool no longer has.
+    be one of an image that the pool no longer has.
     """
     put_off = HalfPutOff(monkeypatch)
     run(engine, [dataclasses.replace(request, constraint=Anything()) for request in requests()])
@@ -150,11 +150,11 @@ def test_tokens_that_are_put_off(engine: Engine, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.sweep
-def test_preempted_requests_have_their_pictures_again() -> None:
-    """The cache holds them when they enter, and not when they have grown; the pool holds two pictures."""
+def test_preempted_requests_have_their_images_again() -> None:
+    """The cache holds them when they enter, and not when they have grown; the pool holds two images."""
     page_bytes = 2 * 4 * 4 * 4
     engine = toy_engine(
-        pictured_model(),
+        toy_image_model(),
         **SIZES | {"media_pool_tokens": 64},
         kv_cache_bytes=40 * page_bytes,
         max_model_len=150,
@@ -171,7 +171,7 @@ def test_preempted_requests_have_their_pictures_again() -> None:
 
 
 class Plans:
-    """An observer that notes how many pictures each step encodes that encodes any."""
+    """An observer that notes how many images each step encodes that encodes any."""
 
     def __init__(self) -> None:
         self.encoded: list[int] = []
@@ -182,10 +182,10 @@ class Plans:
 
 
 @pytest.mark.ci
-def test_pictures_are_encoded_once_and_one_a_step() -> None:
+def test_images_are_encoded_once_and_one_a_step() -> None:
     plans = Plans()
     engine = toy_engine(
-        pictured_model(), **SIZES | {"max_encode_patches": 1}, observer=plans, prefix_cache_pages=0
+        toy_image_model(), **SIZES | {"max_encode_patches": 1}, observer=plans, prefix_cache_pages=0
     )
     try:
         run(engine, [request_of("long", PROMPTS["long"], 5)])
@@ -197,8 +197,8 @@ def test_pictures_are_encoded_once_and_one_a_step() -> None:
 
 
 @pytest.mark.ci
-def test_new_weights_encode_pictures_anew() -> None:
-    engine = toy_engine(pictured_model(), **SIZES)
+def test_new_weights_encode_images_anew() -> None:
+    engine = toy_engine(toy_image_model(), **SIZES)
     try:
         request = request_of("one", PROMPTS["long"], 6)
         run(engine, [request])
@@ -216,14 +216,14 @@ def test_new_weights_encode_pictures_anew() -> None:
         engine.shutdown()
 
 
-TWENTY = picture(9, 20)
+TWENTY = image(9, 20)
 
 
 @pytest.mark.parametrize(
     "item",
     [
-        pytest.param(picture(9, 129), id="larger than the pool"),
-        pytest.param(picture(9, 41), id="larger than the largest program"),
+        pytest.param(image(9, 129), id="larger than the pool"),
+        pytest.param(image(9, 41), id="larger than the largest program"),
         pytest.param(dataclasses.replace(TWENTY, num_tokens=5), id="more patches than its tokens"),
         pytest.param(dataclasses.replace(TWENTY, num_tokens=30), id="fewer patches than its tokens"),
         pytest.param(dataclasses.replace(TWENTY, patches=np.zeros((80, 3), np.float32)), id="wide patches"),
@@ -231,8 +231,8 @@ TWENTY = picture(9, 20)
         pytest.param(dataclasses.replace(TWENTY, grid=(1, -8, -10)), id="a negative grid"),
     ],
 )
-def test_a_picture_that_no_program_takes_is_refused(item: MediaItem) -> None:
-    engine = toy_engine(pictured_model(), start=False, **SIZES)
+def test_an_image_that_no_program_takes_is_refused(item: MediaItem) -> None:
+    engine = toy_engine(toy_image_model(), start=False, **SIZES)
     try:
         with pytest.raises(InvalidRequest) as raised:
             engine.submit(request_of("r", (1, item), 1), Collector())
@@ -241,7 +241,7 @@ def test_a_picture_that_no_program_takes_is_refused(item: MediaItem) -> None:
         engine.shutdown()
 
 
-def test_pictures_without_rotary_positions_have_those_of_the_prompt(engine: Engine) -> None:
+def test_images_without_rotary_positions_have_those_of_the_prompt(engine: Engine) -> None:
     """In chunks of one token, too, which otherwise run in the program of decode steps."""
     engine.flush_prefix_cache()
     set_chunk(engine, 1)
@@ -249,12 +249,12 @@ def test_pictures_without_rotary_positions_have_those_of_the_prompt(engine: Engi
     set_chunk(engine, None)
 
 
-def test_a_call_takes_one_picture_and_the_smallest_bucket_that_holds_it() -> None:
+def test_a_call_takes_one_image_and_the_smallest_bucket_that_holds_it() -> None:
     buckets = encode_buckets(VISION, 100, 4)
     assert buckets == (256, 400)
     assert encode_buckets(VISION, 40, 2) == (160,)
     small, large = (
-        encode_call(VISION, buckets, 1000, Encode(picture(1, size), (3, 7, 2))) for size in (40, 65)
+        encode_call(VISION, buckets, 1000, Encode(image(1, size), (3, 7, 2))) for size in (40, 65)
     )
     assert (small.bucket, large.bucket) == (256, 400)
     assert small.packed[0] == 160

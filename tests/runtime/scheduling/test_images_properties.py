@@ -1,9 +1,9 @@
-"""Random traffic with pictures on a fake runner that reads them through the plan's blocks.
+"""Random traffic with images on a fake runner that reads them through the plan's blocks.
 
 Whatever the chunks, the budget and the size of the pool, every request makes the tokens that it makes alone,
-where each place of a picture holds what the encoder makes of that very picture and place. So a block that was
-overwritten too early, or a page that was shared by requests with other pictures, makes a wrong token. Where
-pictures must be whole, no chunk ends within one, and all requests finish nevertheless.
+where each place of an image holds what the encoder makes of that very image and place. So a block that was
+overwritten too early, or a page that was shared by requests with other images, makes a wrong token. Where
+images must be whole, no chunk ends within one, and all requests finish nevertheless.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.scheduler.fake_runner import EOS, VOCAB, FakeRunner, Rota, run_alone
-from tests.support.scheduler.pictures import prompt_with
+from tests.support.scheduler.images import prompt_with
 from tests.support.scheduler.proposing import Guesses, lies
 
 MOST_TOKENS = 40
-"""Of one picture: two blocks."""
+"""Of one image: two blocks."""
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
@@ -51,8 +51,8 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         further_groups=rng.choice([(), (GroupLimits(150, min(window or 5, 5)),)]),
         has_state=has_state,
         num_snapshots=num_snapshots,
-        picture_blocks=rng.randint(blocks_of(MOST_TOKENS), 6),
-        whole_picture_tokens=whole,
+        image_blocks=rng.randint(blocks_of(MOST_TOKENS), 6),
+        whole_image_tokens=whole,
         max_encode_patches=rng.choice([1, 40, 1000]),
         max_proposed_tokens=rng.randint(1, 4),
         max_rows=most_rows,
@@ -61,7 +61,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
 
 
 def random_request(rng: random.Random, name: str) -> Request:
-    """Make a prompt of a few words and pictures; there are only four pictures."""
+    """Make a prompt of a few words and images; there are only four images."""
     sizes = {number: random.Random(number).choice([1, 3, BLOCK_TOKENS, MOST_TOKENS]) for number in range(4)}
     parts: list[int | tuple[int, int]] = []
     for _ in range(rng.randint(1, 6)):
@@ -90,7 +90,7 @@ def check_plan(plan: Plan, config: SchedulerConfig, requests: dict[str, Request]
     assert len(set(written)) == len(written)
     assert all(row.num_tokens > 0 for row in plan.rows)
     assert sum(row.num_tokens for row in plan.rows) <= config.max_num_batched_tokens
-    if config.whole_picture_tokens:
+    if config.whole_image_tokens:
         ends = [(row.start + row.num_tokens, requests[row.request_id].media) for row in plan.rows]
         assert not any(item.start < end < item.end for end, media in ends for item in media)
 

@@ -1,7 +1,7 @@
-"""An engine whose model reads pictures, and pictures for it.
+"""An engine whose model reads images, and images for it.
 
-A token stands for 8 x 8 pixels. The token `<|image|>` is IMAGE, and the template writes it for each picture.
-The image processor does what a checkpoint's does, without one: it cuts the picture into patches of 4 x 4 grey
+A token stands for 8 x 8 pixels. The token `<|image|>` is IMAGE, and the template writes it for each image.
+The image processor does what a checkpoint's does, without one: it cuts the image into patches of 4 x 4 grey
 pixels, after it was made smaller to whole tokens.
 """
 
@@ -49,7 +49,7 @@ class Processor:
 
     def __init__(self) -> None:
         self.gate = threading.Event()
-        """While it is not set, pictures wait to be processed."""
+        """While it is not set, images wait to be processed."""
         self.gate.set()
         self.num_begun = 0
         self.threads: set[str] = set()
@@ -69,8 +69,8 @@ class Processor:
         return {"pixel_values": patches, "image_grid_thw": np.array([[1, rows, columns]])}
 
 
-def picture_engine(processor: Processor | None = None, **options: Any) -> FakeEngine:
-    """Make a fake engine that takes pictures within LIMITS."""
+def image_engine(processor: Processor | None = None, **options: Any) -> FakeEngine:
+    """Make a fake engine that takes images within LIMITS."""
     engine = fake(**{"codec": CODEC, "max_model_len": 64} | options)
     made = QwenProcessor(
         processor or Processor(),
@@ -84,8 +84,8 @@ def picture_engine(processor: Processor | None = None, **options: Any) -> FakeEn
     return engine
 
 
-def picture(width: int = 16, height: int = 8, form: str = "PNG") -> bytes:
-    """Make a grey picture, by default of two tokens."""
+def image_file(width: int = 16, height: int = 8, form: str = "PNG") -> bytes:
+    """Make a grey image, by default of two tokens."""
     buffer = io.BytesIO()
     Pil.new("L", (width, height), 100).save(buffer, form)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Pictures in conversations: how they are written down, and what the template makes of them."""
+"""Images in conversations: how they are written down, and what the template makes of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.chat import bytes_tokenizer
 
 VL = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}[picture]{% else %}{{ c.text }}{% endif %}{% endfor %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}[image]{% else %}{{ c.text }}{% endif %}{% endfor %}"
     "{% endif %}{% endfor %}"
 )
 ONE, TWO = Image(b"one"), Image(b"two")
@@ -34,7 +34,7 @@ def test_parts_are_rendered_in_their_order() -> None:
         ChatTurn("user", (TWO,)),
     )
     assert rendered(*turns) == (
-        "<system>Be brief.<user>What is [picture] and[picture]?<assistant>Cats.<user>[picture]"
+        "<system>Be brief.<user>What is [image] and[image]?<assistant>Cats.<user>[image]"
     )
     assert Chat(turns).images == [
         ("chat.messages[1].parts[1].image", ONE),
@@ -43,8 +43,8 @@ def test_parts_are_rendered_in_their_order() -> None:
     ]
 
 
-def test_parts_without_a_picture_are_one_text() -> None:
-    """Templates of models that read no pictures add `content` to a text."""
+def test_parts_without_an_image_are_one_text() -> None:
+    """Templates of models that read no images add `content` to a text."""
     template = "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
     assert rendered(ChatTurn("user", ("a", "", "b")), ChatTurn("user", ()), template=template) == "[ab][]"
 

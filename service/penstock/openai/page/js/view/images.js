@@ -1,11 +1,11 @@
-// The pictures that go with the next message: chosen, pasted or dropped, and shown small until they are sent.
+// The images that go with the next message: chosen, pasted or dropped, and shown small until they are sent.
 
 import { element, icon } from "./dom.js";
 
 export const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
-export class Pictures {
-  /** `chooser` is the field for files, `button` opens it, `list` shows what was chosen, `target` is where pictures may
+export class Images {
+  /** `chooser` is the field for files, `button` opens it, `list` shows what was chosen, `target` is where images may
    * be dropped and pasted. `on` has what the page does: changed(), and say(text) for what somebody must know. */
   constructor({ chooser, button, list, target }, on) {
     Object.assign(this, { chooser, button, list, on });
@@ -33,7 +33,7 @@ export class Pictures {
     this.allow(false);
   }
 
-  /** Whether the model takes pictures. What was chosen before goes if it does not. */
+  /** Whether the model takes images. What was chosen before goes if it does not. */
   allow(allowed) {
     this.allowed = allowed;
     this.button.hidden = !allowed;
@@ -42,7 +42,7 @@ export class Pictures {
 
   async add(files) {
     const taken = [...files].filter(({ type }) => TYPES.includes(type));
-    if (taken.length < files.length) this.on.say("Pictures can be PNG, JPEG, WebP or GIF.");
+    if (taken.length < files.length) this.on.say("Images can be PNG, JPEG, WebP or GIF.");
     const read = await Promise.all(taken.map(async (file) => ({ name: file.name, url: await dataUrl(file) })));
     if (this.allowed) this.set([...this.chosen, ...read.filter(({ url }) => url)]);
   }
@@ -50,10 +50,10 @@ export class Pictures {
   set(chosen) {
     this.chosen = chosen;
     this.list.hidden = !chosen.length;
-    this.list.replaceChildren(...chosen.map((picture) => element("li", {},
-      thumbnail(picture),
-      element("button", { type: "button", class: "quiet small", "aria-label": `Remove ${picture.name}`, title: "Remove",
-        onclick: () => this.set(this.chosen.filter((other) => other !== picture)) }, icon("close")))));
+    this.list.replaceChildren(...chosen.map((image) => element("li", {},
+      thumbnail(image),
+      element("button", { type: "button", class: "quiet small", "aria-label": `Remove ${image.name}`, title: "Remove",
+        onclick: () => this.set(this.chosen.filter((other) => other !== image)) }, icon("close")))));
     this.on.changed();
   }
 }
