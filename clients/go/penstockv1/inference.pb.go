@@ -128,8 +128,8 @@ type GenerateRequest struct {
 	// What happens if the prompt leaves too little room in the context.
 	// Default: the server's default, which is to refuse the request unless its operator says otherwise.
 	Context *ContextOptions `protobuf:"bytes,14,opt,name=context,proto3" json:"context,omitempty"`
-	// The pictures of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
-	// that the prompt has, in their order. In a prompt each of these tokens becomes as many as the picture needs.
+	// The images of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
+	// that the prompt has, in their order. In a prompt each of these tokens becomes as many as the image needs.
 	// Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
 	// with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
 	// FEATURE_IMAGES.
@@ -584,8 +584,8 @@ type StreamRequest struct {
 	// What happens if the prompt leaves too little room in the context.
 	// Default: the server's default, which is to refuse the request unless its operator says otherwise.
 	Context *ContextOptions `protobuf:"bytes,14,opt,name=context,proto3" json:"context,omitempty"`
-	// The pictures of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
-	// that the prompt has, in their order. In a prompt each of these tokens becomes as many as the picture needs.
+	// The images of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
+	// that the prompt has, in their order. In a prompt each of these tokens becomes as many as the image needs.
 	// Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
 	// with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
 	// FEATURE_IMAGES.

@@ -567,10 +567,10 @@ func (x *ToolCallDelta) GetArgumentsJson() string {
 	return ""
 }
 
-// A picture, as the bytes of its file. The server fetches nothing: there is no field for an address.
+// An image, as the bytes of its file. The server fetches nothing: there is no field for an address.
 type Image struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The bytes of the file, in one of the forms of ImageLimits.media_types; of an animation the first picture counts.
+	// The bytes of the file, in one of the forms of ImageLimits.media_types; of an animation the first frame counts.
 	// Default: none, the field is required. Limits: not empty; those of GetModelInfoResponse.image_limits.
 	Data []byte `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
 	// The form of the bytes, such as "image/png".
@@ -703,7 +703,7 @@ type ContentPart_Text struct {
 }
 
 type ContentPart_Image struct {
-	// A picture, in this place of the turn. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
+	// An image, in this place of the turn. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
 	// FEATURE_IMAGES.
 	Image *Image `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
 }
@@ -731,7 +731,7 @@ type ChatMessage struct {
 	// "reasoning_content", and decides whether the model is shown it.
 	// Default: nothing. Limits: only in a turn with the role "assistant".
 	Reasoning string `protobuf:"bytes,5,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
-	// What is said, part by part, where it is more than a text. The template writes the model's mark for a picture in
+	// What is said, part by part, where it is more than a text. The template writes the model's mark for an image in
 	// its place. Parts that are all texts are one text.
 	// Default: none: content is what is said. Limits: not together with content; at most 10,000 parts in all turns
 	// together.

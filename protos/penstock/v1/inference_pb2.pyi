@@ -155,8 +155,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Image]:
-        """The pictures of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
-        that the prompt has, in their order. In a prompt each of these tokens becomes as many as the picture needs.
+        """The images of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
+        that the prompt has, in their order. In a prompt each of these tokens becomes as many as the image needs.
         Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
         with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
         FEATURE_IMAGES.
@@ -431,8 +431,8 @@ class StreamRequest(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Image]:
-        """The pictures of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
-        that the prompt has, in their order. In a prompt each of these tokens becomes as many as the picture needs.
+        """The images of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
+        that the prompt has, in their order. In a prompt each of these tokens becomes as many as the image needs.
         Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
         with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
         FEATURE_IMAGES.

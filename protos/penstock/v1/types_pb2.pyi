@@ -335,14 +335,14 @@ Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class Image(_message.Message):
-    """A picture, as the bytes of its file. The server fetches nothing: there is no field for an address."""
+    """An image, as the bytes of its file. The server fetches nothing: there is no field for an address."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The bytes of the file, in one of the forms of ImageLimits.media_types; of an animation the first picture counts.
+    """The bytes of the file, in one of the forms of ImageLimits.media_types; of an animation the first frame counts.
     Default: none, the field is required. Limits: not empty; those of GetModelInfoResponse.image_limits.
     """
     media_type: _builtins.str
@@ -375,7 +375,7 @@ class ContentPart(_message.Message):
     """What is said in words. Limits: none but the size of the request."""
     @_builtins.property
     def image(self) -> Global___Image:
-        """A picture, in this place of the turn. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
+        """An image, in this place of the turn. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
         FEATURE_IMAGES.
         """
 
@@ -439,7 +439,7 @@ class ChatMessage(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """What is said, part by part, where it is more than a text. The template writes the model's mark for a picture in
+        """What is said, part by part, where it is more than a text. The template writes the model's mark for an image in
         its place. Parts that are all texts are one text.
         Default: none: content is what is said. Limits: not together with content; at most 10,000 parts in all turns
         together.

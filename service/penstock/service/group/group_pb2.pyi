@@ -47,7 +47,7 @@ class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kind.ValueType],
     KIND_COPY_PAGES: _Kind.ValueType  # 8
     """Copies pages of the cache."""
     KIND_ENCODE: _Kind.ValueType  # 9
-    """Encodes a picture."""
+    """Encodes an image."""
     KIND_FREE_KV_CACHE: _Kind.ValueType  # 10
     """Frees the memory of the cache."""
     KIND_RESTORE_KV_CACHE: _Kind.ValueType  # 11
@@ -89,7 +89,7 @@ KIND_TABLE_ROWS: Kind.ValueType  # 7
 KIND_COPY_PAGES: Kind.ValueType  # 8
 """Copies pages of the cache."""
 KIND_ENCODE: Kind.ValueType  # 9
-"""Encodes a picture."""
+"""Encodes an image."""
 KIND_FREE_KV_CACHE: Kind.ValueType  # 10
 """Frees the memory of the cache."""
 KIND_RESTORE_KV_CACHE: Kind.ValueType  # 11
