@@ -193,8 +193,10 @@ def test_with_fewer_slots_than_outputs_forks_may_share_any_running_outputs_pages
 # -- fallbacks --
 
 
-def test_if_the_first_output_ends_the_next_computes_the_prompt_and_the_others_wait():
-    scheduler = make(max_num_batched_tokens=4)
+@pytest.mark.parametrize("max_num_batched_tokens", [4, 6])
+def test_if_the_first_output_ends_the_next_computes_the_prompt_and_the_others_wait(max_num_batched_tokens):
+    """With room for 6 tokens beside a chunk of 4, the others have already stepped aside for the first."""
+    scheduler = make(max_num_batched_tokens=max_num_batched_tokens, max_prefill_chunk=4)
     add(scheduler, 3, 6)
     assert shape(step(scheduler)) == [("a", 0, 4)]
     end(scheduler, "a")

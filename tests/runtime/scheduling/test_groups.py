@@ -168,6 +168,23 @@ def test_a_decode_that_finds_no_page_in_one_group_preempts():
     assert used(scheduler) == [3, 3]
 
 
+def test_a_prefill_whose_old_pages_are_held_by_another_preempts_for_its_next_position():
+    """At position 16 "a" gives back its first two pages, but "b", which began behind them, still holds them.
+    So all 6 pages of the second group are taken: two by "a" alone, two by "b" alone, and these two by "b".
+    """
+    scheduler = grouped(windowed=6, prefix_cache_pages=None, max_num_batched_tokens=5, max_prefill_chunk=4)
+    tokens = tuple(range(100, 130))
+    prompt(scheduler, "a", tokens)
+    prompt(scheduler, "b", tokens[:8] + tuple(range(200, 222)))
+    assert starts(step(scheduler)) == {"a": 0}
+    for start in (4, 8, 12):
+        assert starts(step(scheduler)) == {"a": start, "b": 7 + start // 4}
+        assert used(scheduler)[WINDOWED] == 6
+    plan = step(scheduler)
+    assert plan.preempted == ("b",)
+    assert [(row.request_id, row.start, row.num_tokens) for row in plan.rows] == [("a", 16, 4)]
+
+
 def test_a_prompt_enters_when_each_group_has_room():
     scheduler = grouped(windowed=7, max_prefill_chunk=8)
     add(scheduler, "a", 30)
