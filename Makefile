@@ -71,7 +71,7 @@ run: install ## serve the demo model on 127.0.0.1 and print a sample
 	PATH="$(OWN_PATH)" $(BIN)/python -m penstock.cli demo
 
 test: install ## run the tests that take minutes together (MARK='not gpu' or PYTEST_ARGS=tests/service narrow it)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not (ci or sweep)$(if $(MARK), and ($(MARK)))'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile penstock-few -m 'not (ci or sweep)$(if $(MARK), and ($(MARK)))'
 
 test-ci: install ## run what CI runs: also the costly tests, and of the sweep a seventh (DRAW=980 TOUCHED=HEAD~1 repeat a run)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile penstock-ci --draw '$(DRAW)' --touched '$(TOUCHED)' $(if $(MARK),-m '$(MARK)')

@@ -9,6 +9,7 @@ JAX reads its settings from the environment when it is first imported, so tests 
 - PENSTOCK_TEST_XLA=users compiles all programs as users compile them. The default, `quick`, compiles them as
   tests/support/suite/quick_xla.py says, except in files that are marked `users_xla` or drawn.
 - `--draw NUMBER` and `--touched REVISION` choose tests of the sweep: see tests/support/suite/drawing.py.
+- `--hypothesis-profile` names one of the profiles below.
 """
 
 import functools
@@ -18,7 +19,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ if importlib.util.find_spec("penstock.runtime"):  # the client's tests also run 
 settings.register_profile("penstock", deadline=None)
 # CI draws the same examples each time, so that none refuses a commit that did not touch what it fails.
 settings.register_profile("penstock-ci", deadline=None, derandomize=True)
+# `make test` has this one, and draws fewer examples of each test: see `draw_fewer_examples`.
+settings.register_profile("penstock-few", deadline=None)
 settings.load_profile("penstock")
 
 gc.disable()  # until all tests are collected: that makes a million objects, which all stay
@@ -69,6 +72,8 @@ SWEEP_S = 1200
 """A test of the sweep may take so long, unless it says otherwise: some build with Go or Maven, which download
 what they need first.
 """
+FEWER = 3
+"""`make test` draws one example for so many that CI draws. They are new ones each time."""
 PARTS = drawing.FRONT_PARTS if FRONT_PROCESSES else drawing.SWEEP_PARTS
 """Of so many parts of the tests that are drawn, a run with `--draw` has one."""
 LONGEST = tuple((ROOT / "tests" / "support" / "suite" / "longest.txt").read_text().split())
@@ -168,8 +173,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SWEEP_S))
         if PLATFORM == "cpu" and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: PENSTOCK_TEST_PLATFORM=cuda"))
+    if settings.get_current_profile_name() == "penstock-few":
+        draw_fewer_examples(items)
     places = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
+
+
+def draw_fewer_examples(items: Iterable[pytest.Item]) -> None:
+    """Divide the number of examples of every test of hypothesis by FEWER, also where a test names its number.
+    Hypothesis has no public way to change that of a test that exists.
+    """
+    name = "_hypothesis_internal_use_settings"
+    tests = {test for item in items if hasattr(test := getattr(item, "obj", None), name)}
+    for test in tests:
+        own = getattr(test, name)
+        setattr(test, name, settings(own, max_examples=-(-own.max_examples // FEWER)))
 
 
 def pytest_collection_finish() -> None:

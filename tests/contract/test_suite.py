@@ -8,10 +8,14 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.conftest import APART, LONGEST, TOGETHER
+from tests.conftest import APART, FEWER, LONGEST, TOGETHER, draw_fewer_examples
 from tests.support.suite.disk import UNUSED_S, keep_newest, remove_unused
 from tests.support.suite.drawing import (
     BUILT,
@@ -189,6 +193,21 @@ def test_what_only_the_sweep_has_is_told_with_how_many_commits_have_some_of_it()
     assert parts.startswith("of the sweep a commit has one part of 4 (1, 1, 0, 2)")
     assert only.startswith("the sweep alone has 1 tests")
     assert tests == ["     3   2  a.py::test_b"]
+
+
+def test_make_test_draws_fewer_examples_of_a_test_than_it_names() -> None:
+    """A test with parameters is several items, and its number is divided once. Others have no examples."""
+    drawn: list[int] = []
+
+    @settings(max_examples=4 * FEWER - 1, deadline=None)
+    @given(st.integers())
+    def example(number: int) -> None:
+        drawn.append(number)
+
+    items: list[Any] = [SimpleNamespace(obj=example), SimpleNamespace(obj=example), SimpleNamespace()]
+    draw_fewer_examples(items)
+    example()
+    assert len(drawn) == 4
 
 
 def test_every_folder_and_file_that_the_rules_name_exists() -> None:
