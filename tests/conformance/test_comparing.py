@@ -14,7 +14,12 @@ import pytest
 from tests.conformance.comparing import agrees_with_table, compact, normal
 from tests.conformance.table import Case, groups
 
-CASES = [pytest.param(case, id=f"{group.name}: {case.name}") for group in groups() for case in group.cases]
+CASES = [
+    pytest.param(case, id=f"{group.name}: {case.name}", marks=[pytest.mark.ci] if place else [])
+    for group in groups()
+    for place, case in enumerate(group.cases)
+]
+"""`make test` has the first case of each group."""
 
 
 def answer_of(case: Case) -> dict[str, Any]:

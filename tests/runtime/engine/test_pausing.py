@@ -37,8 +37,10 @@ def memory_kinds(engine: Engine) -> set[str | None]:
 
 @pytest.mark.parametrize(
     ("model", "tokens"),
-    [(toy_model, toy_tokens), (hybrid_model, hybrid_tokens)],
-    ids=["pages", "pages and state by slot"],
+    [
+        pytest.param(toy_model, toy_tokens, id="pages"),
+        pytest.param(hybrid_model, hybrid_tokens, id="pages and state by slot", marks=pytest.mark.ci),
+    ],
 )
 def test_a_paused_engine_goes_on_with_the_same_tokens(
     model: Callable[[], ServedModel], tokens: Callable[..., list[int]]

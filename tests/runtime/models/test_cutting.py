@@ -24,6 +24,7 @@ from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.load_rules import Cut, LoadRule, Source, Span, Target
 from penstock.runtime.models.params import abstract_model, adapted_model, leaf_shapes, load_rules
 from tests.support.goldens import GOLDEN, NAMES, WITH_IMAGES
+from tests.support.suite.drawing import few
 
 
 def leaves_of(name, devices, linear=PLAIN, **options):
@@ -238,6 +239,7 @@ def test_packed_adapters_are_cut_as_their_layers_are():
             np.testing.assert_array_equal(got_b, np.pad(wanted_b, ((0, 0), (0, rank - 7))))
 
 
+FAMILIES = [*NAMES, *WITH_IMAGES]
 WHOLE = r"norm|_a_proj|mlp\.gate\.|block_sparse_moe\.gate|e_score_correction"
 """Names of tensors that every device reads whole."""
 
@@ -283,7 +285,7 @@ def test_columns_in_blocks_are_read_in_whole_blocks(devices):
         np.testing.assert_array_equal(leaf[device], whole[:, device * size : (device + 1) * size])
 
 
-@pytest.mark.parametrize("name", [*NAMES, *WITH_IMAGES])
+@pytest.mark.parametrize("name", few(FAMILIES, ("gemma3", "deepseek_v3", "qwen3_5"), ci=FAMILIES))
 def test_every_family_can_be_cut(name):
     """`load_rules` proves that each leaf of each device is filled once, and that every tensor is read. A
     model's structure is a key of its programs.

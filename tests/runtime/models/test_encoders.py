@@ -31,7 +31,7 @@ needs_kernels = pytest.mark.skipif(not library.available(), reason="no native li
 NAMES = sorted(folder.parent.name for folder in (GOLDEN / "encoders").glob("*/config.json"))
 
 
-@pytest.mark.parametrize("name", few(NAMES, ("bert", "deberta_v3_classifier"), ci=("modernbert_reranker",)))
+@pytest.mark.parametrize("name", few(NAMES, ("bert",), ci=("deberta_v3_classifier", "modernbert_reranker")))
 def test_states_poolings_and_classes(name: str) -> None:
     directory = GOLDEN / "encoders" / name
     config = load_config(directory)

@@ -244,7 +244,14 @@ def is_native(config: ModelConfig, linear: LinearFormat) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, {"int8": True}, {"codes": FORMS[0]}], ids=["bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="bf16"),
+        pytest.param({"int8": True}, id="int8", marks=pytest.mark.ci),
+        pytest.param({"codes": FORMS[0]}, id="int4", marks=pytest.mark.ci),
+    ],
+)
 def test_every_model_is_native(name: str, options: dict[str, Any]) -> None:
     assert is_native(MODELS[name], LinearFormat(packed=True, **options))
 
@@ -285,7 +292,7 @@ def in_larger_sizes(layer: LayerConfig) -> LayerConfig:
 LEFT_TO_XLA = ("apertus", "cohere", "falcon_h1", "stablelm_parallel")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, ("qwen3", "deepseek_v3", "qwen3_5"), ci=NAMES))
 def test_every_family_is_native_in_sizes_that_can_be_packed(name: str) -> None:
     """The goldens are too small for the kernels, but say what their families compute. Layer norms of heads,
     xIELU, and Falcon-H1's factor of gates are left to XLA.

@@ -137,6 +137,7 @@ def test_a_draft_model(run: Run) -> None:
     assert (code, "draft_model: needs the whole checkpoint" in error) == (1, True)
 
 
+@pytest.mark.ci
 def test_a_draft_has_no_adapters(run: Run) -> None:
     """Also where those of the model change experts."""
     draft = ("--draft-model", str(GOLDEN / "qwen3"))
@@ -147,6 +148,7 @@ def test_a_draft_has_no_adapters(run: Run) -> None:
     assert (code, facts["draft_bytes"] > 0, facts["adapter_bytes"] > 0) == (0, True, True)
 
 
+@pytest.mark.ci
 def test_heads(run: Run) -> None:
     """A token has 48 numbers of latent attention in the head, as in each of three layers, and 48 of a hidden
     state.
@@ -201,6 +203,7 @@ def test_a_kv_cache_of_int8(run: Run) -> None:
     assert "in float32: 1,024 bytes for each token" in run(str(GOLDEN / "qwen3"))[1]
 
 
+@pytest.mark.ci
 def test_a_quantised_checkpoint(run: Run) -> None:
     """A layer has seven weights, each with 4 bits for a code, and 16 for a scale and 4 for a zero of each 64
     inputs.
@@ -231,6 +234,7 @@ def test_a_quantised_checkpoint(run: Run) -> None:
     assert 0 <= kept["weight_bytes"] - (tiles * 640 + outputs * 4 + table + norms) < 4096
 
 
+@pytest.mark.ci
 def test_small_floats_are_kept_where_the_kernels_compute(run: Run) -> None:
     """MXFP4 has 4.25 bits a weight in the files, and in memory; the other numbers have 16."""
     folder = str(GOLDEN / "quantised" / "ct_mxfp4a16")
@@ -258,6 +262,7 @@ def test_windowed_layers_hold_their_window(run: Run) -> None:
     assert facts["request_bytes"] == 3 * 64 * per_token
 
 
+@pytest.mark.ci
 def test_a_model_that_reads_images(run: Run, tmp_path: Path) -> None:
     """The golden has three embeddings of 48 float32 for a token: two are for layers that get some besides."""
     code, out, err = run(str(GOLDEN / "qwen3_vl"), "--json")
@@ -275,6 +280,7 @@ def test_a_model_that_reads_images(run: Run, tmp_path: Path) -> None:
     assert "none: the model reads text only" in run(str(GOLDEN / "qwen3"))[1]
 
 
+@pytest.mark.ci
 def test_a_model_that_generates_nothing(run: Run, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "encoders" / "bert_classifier", tmp_path / "bert")
     (tmp_path / "bert" / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
@@ -353,7 +359,12 @@ def deepseek_v3_on_each_of(devices: int) -> int:
     ("config", "on_each_of", "page_bytes"),
     [
         (LLAMA_70B, llama_70b_on_each_of, {1: 8 * 2621440, 8: 2621440}),  # 80 x 2 x 64 x 128 x 2 bytes
-        (DEEPSEEK_V3, deepseek_v3_on_each_of, dict.fromkeys((1, 8), 61 * 64 * 576 * 2)),
+        pytest.param(
+            DEEPSEEK_V3,
+            deepseek_v3_on_each_of,
+            dict.fromkeys((1, 8), 61 * 64 * 576 * 2),
+            marks=pytest.mark.ci,
+        ),
     ],
     ids=["Llama-70B", "DeepSeek-V3"],
 )
@@ -373,6 +384,7 @@ def test_a_config_alone_says_what_each_device_holds(
     assert "by its config.json alone" in run(str(file), *options)[1]
 
 
+@pytest.mark.ci
 def test_stages_hold_their_own_layers(run: Run, tmp_path: Path) -> None:
     """Of 80 layers each stage has 40, and all norms; and one has the embeddings, the other the head."""
     file = tmp_path / "config.json"

@@ -183,6 +183,7 @@ def test_a_failure_is_no_success_though_the_server_ended_well(port):
     assert program.returncode == 1
 
 
+@pytest.mark.ci
 def test_a_proxy_of_the_environment_is_not_asked_for_the_server_on_this_machine(port):
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:1")
     with start(port, SERVER, env=os.environ | nowhere) as program:
@@ -191,6 +192,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_server_on_this_machine(
         program.communicate(timeout=60)
 
 
+@pytest.mark.ci
 def test_ctrl_c_of_the_terminal_reaches_the_server_once(port):
     """A terminal signals the whole foreground group; the server must not be in it."""
     with start(port, SERVER, process_group=0) as program:
@@ -229,6 +231,7 @@ def test_a_server_that_is_killed(port):
     assert "exit code -9" in err
 
 
+@pytest.mark.ci
 def test_ctrl_c_while_loading(port):
     loading = "import time; print('loading', flush=True); time.sleep(600)"
     with start(port, loading) as program:
@@ -238,6 +241,7 @@ def test_ctrl_c_while_loading(port):
     assert (program.returncode, err) == (128 + 15, "")
 
 
+@pytest.mark.ci
 def test_a_server_that_refuses_the_sample_is_not_left_behind(port):
     refusing = SERVER.replace(
         'yield pb.StreamResponse(started=pb.StreamStarted(request_id="r"))',
@@ -249,6 +253,7 @@ def test_a_server_that_refuses_the_sample_is_not_left_behind(port):
     assert "penstock demo: the server failed (INTERNAL): the engine died" in err
 
 
+@pytest.mark.ci
 def test_a_reader_that_goes_away_leaves_no_server_behind(port):
     silent = SERVER.replace('print("ASKED", request.prompt, request.stopping.max_tokens, flush=True)', "pass")
     assert silent != SERVER

@@ -61,6 +61,7 @@ async def test_a_front_that_dies_is_replaced_and_nobody_who_comes_meanwhile_is_r
     assert "the OpenAI front was ended by signal 9; its calls are lost, another starts" in caplog.text
 
 
+@pytest.mark.ci
 async def test_signals_that_end_a_server_do_not_end_its_front(caplog: pytest.LogCaptureFixture) -> None:
     """A service manager sends them to all processes; the server tells its front when it is time."""
     async with kept() as front:
@@ -79,6 +80,7 @@ async def test_signals_that_end_a_server_do_not_end_its_front(caplog: pytest.Log
     assert not caplog.records  # it was no death
 
 
+@pytest.mark.ci
 async def test_a_front_that_is_stopped_while_it_starts_ends_too() -> None:
     async with kept() as front:
         await until_another(front, None)
@@ -93,6 +95,7 @@ async def test_a_front_that_cannot_start_is_a_failure_at_once(caplog: pytest.Log
     assert "the OpenAI front ended with code 1 before it took calls, so the server ends" in caplog.text
 
 
+@pytest.mark.ci
 async def test_fronts_that_die_again_and_again_are_a_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ async def test_a_front_process_that_is_killed_is_replaced(
     assert f"front process 1 ended with the code {-signal.SIGKILL}" in caplog.text
 
 
+@pytest.mark.ci
 async def test_a_front_process_that_hangs_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +91,7 @@ async def test_a_front_process_that_hangs_is_replaced(
     assert "front process 1 has done nothing for 2 s" in caplog.text
 
 
+@pytest.mark.ci
 async def test_a_front_process_ends_by_itself_with_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system closes the link of an engine's process that dies."""
     async with serving(front_processes=1) as rig:
@@ -102,6 +104,7 @@ async def test_a_front_process_ends_by_itself_with_its_link(monkeypatch: pytest.
             await until(lambda: not is_alive(pid))
 
 
+@pytest.mark.ci
 async def test_where_front_processes_die_at_once_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.001)
     async with serving(front_processes=1) as rig:
@@ -112,6 +115,7 @@ async def test_where_front_processes_die_at_once_the_server_ends(monkeypatch: py
         assert rig.server.addresses.port is not None
 
 
+@pytest.mark.ci
 async def test_a_front_process_that_cannot_listen_says_why(tmp_path: Path) -> None:
     """Its certificate has gone since the server was made."""
     install(tmp_path, "server")
@@ -232,6 +236,7 @@ def test_sigterm_finishes_what_runs_in_front_processes() -> None:
     assert "Traceback" not in server.output
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sweep)])
 def test_a_signal_to_all_processes_ends_a_server_that_starts(number: signal.Signals) -> None:
     """Front processes are still importing modules then."""

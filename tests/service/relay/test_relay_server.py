@@ -67,6 +67,7 @@ async def test_calls_and_their_statuses() -> None:
         await nothing_left(rig)
 
 
+@pytest.mark.ci
 async def test_large_messages() -> None:
     """Up to the limit, both ways, and beyond it."""
     async with serving(fake(max_model_len=MIB), front_processes=1, max_receive_bytes=MIB) as rig:
@@ -81,6 +82,7 @@ async def test_large_messages() -> None:
         assert started.ByteSize() > MIB
 
 
+@pytest.mark.ci
 async def test_a_reader_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told so, others are served, and nothing of its call is left."""
     monkeypatch.setattr(ending, "LAST_WORDS_S", 0.2)
@@ -98,6 +100,7 @@ async def test_a_reader_that_reads_nothing_is_given_up(monkeypatch: pytest.Monke
         await nothing_left(rig)
 
 
+@pytest.mark.ci
 async def test_a_slow_reader_holds_back_its_own_stream_and_no_other() -> None:
     """One message of it is under way. The rest waits in the engine's process, merged and counted."""
     async with (
@@ -132,6 +135,7 @@ def messages_of(body: bytes) -> list[inference_pb2.StreamResponse]:
     return found
 
 
+@pytest.mark.ci
 async def test_tls_keys_and_certificates(tmp_path: Path) -> None:
     """A front process shows the server's certificate, and the engine's process learns the client's."""
     entries = [certificate("boss", "alice", roles=CONTROL), key("user")]
@@ -146,6 +150,7 @@ async def test_tls_keys_and_certificates(tmp_path: Path) -> None:
             assert (await failure_of(stub.Generate(generate("a")))).code is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.ci
 async def test_other_addresses_are_served_by_the_engine_s_process(tmp_path: Path) -> None:
     """The Unix socket and the control port; what each of them refuses stays the same."""
     listen = ListenOptions(unix_socket=tmp_path / "s", control_port=0)
@@ -161,6 +166,7 @@ async def test_other_addresses_are_served_by_the_engine_s_process(tmp_path: Path
             assert await flushed(channel) == "OK"
 
 
+@pytest.mark.ci
 async def test_places_are_counted_over_all_front_processes() -> None:
     """Those of all callers, and those of one connection, which is known by its peer."""
     bounds = Bounds(max_rpcs=3, max_rpcs_per_connection=2)
@@ -180,6 +186,7 @@ async def test_places_are_counted_over_all_front_processes() -> None:
             assert [reply.outputs[0].text for reply in await asyncio.gather(*running)] == ["z"] * 3
 
 
+@pytest.mark.ci
 async def test_a_front_process_carries_so_many_calls_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here two. Such a number waits only where the engine's process does not keep up."""
     monkeypatch.setattr(processes, "backlog_of", lambda bounds: 1)

@@ -322,6 +322,7 @@ async def test_a_slow_reader_gets_everything_merged():
     assert max(sizes) > 100, "what waited was merged"
 
 
+@pytest.mark.ci
 async def test_a_merged_message_fits_every_client():
     """Clients refuse messages above 4 MiB by default, and more than that waits here."""
     engine = fake(max_model_len=40_000, tokens_per_step=100)

@@ -32,10 +32,11 @@ PACKED = LinearFormat(packed=True, int8=False)
     ("options", "promised"),
     [
         ({}, True),
-        ({"quantization": "int8"}, True),
-        ({"dtype": "float32"}, False),
+        pytest.param({"quantization": "int8"}, True, marks=pytest.mark.ci),
+        pytest.param({"dtype": "float32"}, False, marks=pytest.mark.ci),
         ({"native": "off"}, False),
-        ({"page_size": 8}, False),  # native attention takes no pages of 8
+        # Native attention takes no pages of 8.
+        pytest.param({"page_size": 8}, False, marks=pytest.mark.ci),
     ],
 )
 def test_the_demo_model(options, promised):

@@ -67,10 +67,10 @@ async def both(rig, **fields):
         parts = without_ids(joined(await collect(rig.inference.Stream(request))))
         parts.timing.Clear()
         assert parts == whole
-        pieces = await collect(rig.inference.Stream(stream(**fields, tool_call_deltas=True)))
-        told = without_ids(from_pieces(pieces))
-        told.timing.Clear()
-        assert told == whole
+    pieces = await collect(rig.inference.Stream(stream(**fields, tool_call_deltas=True)))
+    told = without_ids(from_pieces(pieces))
+    told.timing.Clear()
+    assert told == whole
     return whole.outputs
 
 
