@@ -36,6 +36,7 @@ class _Step:
     packed_ns: int
     shape: StepShape | None = None
     awaits_choice: bool = False
+    is_done: bool = False
     skipped: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
 

@@ -195,7 +195,7 @@ def draw_ahead(traffic: Traffic, rng: random.Random) -> int:
 
 
 def most_in_flight(traffic: Traffic) -> int:
-    return max(2, traffic.config.num_turns)
+    return 1 + traffic.config.num_turns
 
 
 def draw_event(traffic: Traffic, rng: random.Random) -> Event:

@@ -361,6 +361,11 @@ class LazyStep:
     shape: StepShape | None = None
     skipped: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
+    has_ended: Callable[[], bool] = lambda: False
+
+    @property
+    def is_done(self) -> bool:
+        return self.has_ended()
 
 
 class LazyRunner(FakeRunner):

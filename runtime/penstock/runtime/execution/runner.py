@@ -85,6 +85,11 @@ class AwaitingChoice:
         return True
 
     @property
+    def is_done(self) -> bool:
+        """See `DispatchedStep`."""
+        return False
+
+    @property
     def skipped(self) -> frozenset[int]:
         """See `DispatchedStep`. Before the choice no row is skipped."""
         return frozenset()
@@ -125,6 +130,11 @@ class AwaitingTokens:
     def awaits_choice(self) -> bool:
         """See `DispatchedStep`."""
         return False
+
+    @property
+    def is_done(self) -> bool:
+        """See `DispatchedStep`."""
+        return self.chosen.tokens.is_ready()
 
     @property
     def wants_logprobs(self) -> bool:

@@ -85,7 +85,9 @@ class EngineCore:
             Steps(
                 runner,
                 pacer or Pacer(0.0, 1),
-                most_in_flight=max(2, scheduler.config.num_turns) if overlap else 1,
+                # One in each stage of a pipeline, and one that the first stage begins when the last one has
+                # chosen tokens. Otherwise it would wait while the host reads those and makes a plan.
+                most_in_flight=1 + scheduler.config.num_turns if overlap else 1,
                 fixed_windows=bool(scheduler.config.window_steps),
                 annotate=annotate,
             ),

@@ -264,6 +264,11 @@ class DispatchedStep(Protocol):
         ...
 
     @property
+    def is_done(self) -> bool:
+        """Whether `Runner.wait` would not block."""
+        ...
+
+    @property
     def skipped(self) -> frozenset[int]:
         """Rows that make no token although they were to, because the masks of their constraints took too
         long. The next step that has them computes the same position again.

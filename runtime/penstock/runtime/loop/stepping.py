@@ -74,7 +74,7 @@ class Pacer:
         self._max_steps = max_steps
         self._target_ns = target_itl_s / num_turns * 1e9
         """What a step with decodes and prompt tokens should take at most."""
-        self._most_ahead = max(2, num_turns)
+        self._most_ahead = 1 + num_turns
         """Steps that may be in flight when a plan is made."""
         self._decodes: deque[float] = deque(maxlen=_NUM_DECODES)
         """Times of the last decode steps, in ns."""
@@ -261,11 +261,11 @@ class Steps(Generic[StepT]):
     def is_full(self) -> bool:
         """Whether the oldest step must be waited for before another one is dispatched. More than two are in
         flight only if the tokens of all are chosen: a third step may have a row whose next input is one that
-        is not.
+        is not. And only if none of them is done, whose tokens would wait for the next dispatch.
         """
-        count = len(self._in_flight)
-        return count >= self._most_in_flight or (
-            count >= 2 and any(step.step.awaits_choice for step in self._in_flight)
+        steps = self._in_flight
+        return len(steps) >= self._most_in_flight or (
+            len(steps) >= 2 and (steps[0].step.is_done or any(step.step.awaits_choice for step in steps))
         )
 
     def max_steps(self, ns_to_deadline: int) -> int:
