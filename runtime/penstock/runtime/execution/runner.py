@@ -134,7 +134,8 @@ class AwaitingTokens:
     @property
     def is_done(self) -> bool:
         """See `DispatchedStep`."""
-        return self.chosen.tokens.is_ready()
+        ready: bool = cast(Any, self.chosen.tokens).is_ready()  # JAX's types do not tell of it
+        return ready
 
     @property
     def wants_logprobs(self) -> bool:
