@@ -35,9 +35,9 @@ def modules_of(name: str) -> list[str]:
 
 
 def loaded_by(*names: str) -> set[str]:
-    """Return the top-level modules in memory after a fresh interpreter has imported all of these."""
+    """Return the modules in memory after a fresh interpreter has imported all of these."""
     modules = ", ".join(module for name in names for module in modules_of(name))
-    program = f"import sys, {modules}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    program = f"import sys, {modules}; print(*sys.modules)"
     return set(subprocess.check_output([sys.executable, "-c", program], text=True).split())
 
 
@@ -56,6 +56,7 @@ def test_a_server_that_starts_loads_no_transformers() -> None:
     """Its import takes as long as JAX's, and 40 MiB. Only some models need it (`text.by_transformers`)."""
     needed = loaded_by("penstock.server_cli.commands.serve", "penstock.runtime.building")
     assert needed.isdisjoint({"transformers", "huggingface_hub", "torch"})
+    assert needed.isdisjoint({"opentelemetry.sdk"})  # only what sends traces or metrics needs it
 
 
 @pytest.mark.ci

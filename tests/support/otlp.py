@@ -30,10 +30,11 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from penstock.service.telemetry.opening import open_tracing
 from penstock.service.telemetry.options import OtlpProtocol, TraceLevel, TracingOptions
 from penstock.service.telemetry.otlp.environment import Signal
 from penstock.service.telemetry.otlp.outbox import AnySpan, SpanBatches
-from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
+from penstock.service.telemetry.otlp.tracing import Tracing
 
 WAIT_S = 20.0
 _METHODS: dict[str, Signal] = {

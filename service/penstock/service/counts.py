@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from penstock.runtime.adapters.interface import AdapterInfo, AdapterState
 from penstock.runtime.measuring.registry import Registry
@@ -13,8 +13,10 @@ from penstock.service.limits.admission import Admission, Kind
 from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.rpcs.ending import Sends
 from penstock.service.telemetry.metrics import service_instruments as defined
-from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.threads.lanes import Lanes
+
+if TYPE_CHECKING:
+    from penstock.service.telemetry.otlp.tracing import Tracing
 
 
 def show_counts(

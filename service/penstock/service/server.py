@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -46,13 +47,15 @@ from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.services import SERVICES, Services
 from penstock.service.telemetry.logs import grpc_log
 from penstock.service.telemetry.metrics.exports import Metrics
-from penstock.service.telemetry.metrics.push import Collector
-from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.tracing.service_spans import Telemetry
 from penstock.service.telemetry.tracing.tracer import Tracer
 from penstock.service.threads.lanes import Lanes, in_thread, on_this_loop
 from penstock.service.usage.ledger import Ledger
 from penstock.service.usage.meter import UsageSink
+
+if TYPE_CHECKING:
+    from penstock.service.telemetry.metrics.push import Collector
+    from penstock.service.telemetry.otlp.tracing import Tracing
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import pytest
 from penstock.server_cli.commands import serve
 from penstock.server_cli.serving import serve_flags
 from penstock.server_cli.serving.serve_flags import tracing_options
+from penstock.service.telemetry.opening import open_tracing
 from penstock.service.telemetry.options import OtlpProtocol, TraceLevel, TracingOptions
-from penstock.service.telemetry.otlp.tracing import open_tracing
 from penstock.v1 import inference_pb2_grpc
 from tests.service.cli.test_serve import fake_process
 from tests.service.rig import generate

@@ -10,11 +10,13 @@ penstock adds the commands that need the engine; without it they say what to ins
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 COMMANDS = {
@@ -67,6 +69,19 @@ def _module_of(command: str) -> str:
     if command in _SERVER:
         folder = "penstock.server_cli.commands"
     return f"{folder}.{command.replace('-', '_')}"
+
+
+def _imported(command: str) -> ModuleType:
+    """Import the module of a command, while Python does not look for garbage: what an import makes stays, and
+    looking takes a tenth of the import's processor time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(_module_of(command))
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _lacking(command: str | None, module: str | None) -> str:
@@ -125,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name, line in COMMANDS.items():
             if name == chosen:
-                modules[name] = importlib.import_module(_module_of(name))
+                modules[name] = _imported(name)
                 modules[name].add_parser(subparsers)
             else:
                 subparsers.add_parser(name, help=line)

@@ -37,14 +37,14 @@ from penstock.service.limits.bounds import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.telemetry.logs.writing import open_logs
-from penstock.service.telemetry.metrics.exports import open_collector
-from penstock.service.telemetry.metrics.push import Collector
-from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
+from penstock.service.telemetry.opening import open_collector, open_tracing
 from penstock.service.threads.lanes import in_thread
 
 if TYPE_CHECKING:
     from penstock.openai.settings import Settings
     from penstock.runtime.engine import Engine
+    from penstock.service.telemetry.metrics.push import Collector
+    from penstock.service.telemetry.otlp.tracing import Tracing
 
 __all__ = ["add_parser", "run"]
 
@@ -254,7 +254,11 @@ def _load(wanted: _Wanted) -> Engine:
     lead = None if group is None else Lead(group.options, group)
     # A leader waits in there until its followers come, and answers health meanwhile.
     with _without_collections() if group is None else contextlib.nullcontext():
-        engine = runtime.Engine.from_pretrained(wanted.model, wanted.config, lead=lead)
+        from_pretrained = runtime.Engine.from_pretrained  # JAX and the engine are imported here
+        # What is there now stays. Otherwise the collections that free the host memory of weights, and the one
+        # at the end of the start, would walk over all of it: a sixth of a second.
+        gc.freeze()
+        engine = from_pretrained(wanted.model, wanted.config, lead=lead)
     for name, directory in wanted.adapters:
         try:
             info = engine.adapters.load(name, directory)

@@ -35,7 +35,6 @@ from penstock.service.servicers.adapters import Adapters
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.weights import Ended, WeightUpdates
 from penstock.service.telemetry.options import TraceLevel
-from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.service.watching.feed import LoadFeed
 from penstock.service.watching.load_messages import load_response
@@ -43,6 +42,7 @@ from penstock.service.watching.snapshot import look
 from penstock.v1 import adapters_pb2, control_pb2, control_pb2_grpc, telemetry_pb2, types_pb2
 
 if TYPE_CHECKING:
+    from penstock.service.telemetry.otlp.tracing import Tracing
     from penstock.v1.control_pb2_grpc import _ServicerContext as Context
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.prompting.prompts import Truncation
@@ -23,10 +24,12 @@ from penstock.service.replies.outputs import ServerSwitchboard, StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.requests.generate import DEFAULT_FEATURES, Features, Limits, Violations
 from penstock.service.rpcs.interceptors import Access
-from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.tracing.service_spans import Telemetry
 from penstock.service.threads.lanes import Lanes
 from penstock.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from penstock.service.telemetry.otlp.tracing import Tracing
 
 MAX_ABORT_IDS = 10_000
 MAX_REASON_CHARS = 1000

@@ -12,9 +12,9 @@ from penstock.cli.__main__ import main
 from penstock.runtime.errors import ConfigError
 from penstock.server_cli.serving.serve_flags import add_parser, metrics_options, tracing_options
 from penstock.service.options import ServerOptions
-from penstock.service.telemetry.metrics.exports import INTERVAL, open_collector
 from penstock.service.telemetry.metrics.options import MetricsOptions
 from penstock.service.telemetry.metrics.push import Collector
+from penstock.service.telemetry.opening import INTERVAL, open_collector
 from penstock.service.telemetry.options import TracingOptions
 from tests.service.rig import generate, serving, until
 from tests.support.otlp import WAIT_S, Hang, OtlpReceiver, attributes_of

@@ -12,17 +12,16 @@ from opentelemetry.trace import SpanContext, TraceFlags, set_span_in_context
 from opentelemetry.trace.span import NonRecordingSpan
 
 from penstock.runtime.errors import ConfigError
-from penstock.service.telemetry.metrics.exports import push_interval_s
 from penstock.service.telemetry.metrics.options import MetricsOptions
+from penstock.service.telemetry.opening import push_interval_s
 from penstock.service.telemetry.options import TraceLevel, TracingOptions
 from penstock.service.telemetry.otlp.environment import (
     Destination,
     Signal,
     destination,
-    sampler,
-    service_resource,
     why_off,
 )
+from penstock.service.telemetry.otlp.sdk import sampler, service_resource
 
 CERTS = Path(__file__).parents[2] / "certs"
 PAGE = Path(__file__).parents[4] / "docs" / "reference" / "environment.md"

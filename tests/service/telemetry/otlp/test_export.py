@@ -26,9 +26,12 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from penstock.service.telemetry.metrics.options import MetricsOptions
+from penstock.service.telemetry.metrics.push import MetricExporter
+from penstock.service.telemetry.opening import open_collector, open_tracing
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, OtlpProtocol, TraceLevel, TracingOptions
 from penstock.service.telemetry.otlp import sender, wire
-from penstock.service.telemetry.otlp.tracing import Complaints, Tracing, metric_exporter, open_tracing
+from penstock.service.telemetry.otlp.tracing import Complaints, Tracing
 from tests.service.rig import generate, serving
 from tests.support.otlp import (
     WAIT_S,
@@ -478,10 +481,15 @@ def metrics(value: int) -> MetricsData:
     return MetricsData([made])
 
 
+def metric_exporter(options: TracingOptions) -> MetricExporter:
+    collector = open_collector(MetricsOptions(), options, version="1", instance_id="i")
+    assert collector is not None
+    return collector.exporter
+
+
 def test_metrics_reach_the_collector(receiver: OtlpReceiver, monkeypatch: Any) -> None:
     options = TracingOptions(otlp_endpoint=receiver.endpoint, otlp_protocol=receiver.protocol)
     exporter = metric_exporter(options)
-    assert exporter is not None
     assert exporter.export(metrics(7))
     assert receiver.metrics["penstock.things"].sum.data_points[0].as_int == 7
     assert not receiver.spans
@@ -490,7 +498,6 @@ def test_metrics_reach_the_collector(receiver: OtlpReceiver, monkeypatch: Any) -
         assert not exporter.export(metrics(8)), behaviour
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "300")
     hurried = metric_exporter(options)
-    assert hurried is not None
     receiver.always = Hang()
     assert not hurried.export(metrics(8))
     receiver.always = Fine()

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric as Family
 
-from penstock.runtime.errors import ConfigError
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.snapshot import Metric, Snapshot
 from penstock.service.backend import Backend
 from penstock.service.telemetry.metrics.endpoint import PATH, Endpoint, Pages
 from penstock.service.telemetry.metrics.families import VllmLabels, families, vllm_families
 from penstock.service.telemetry.metrics.options import MetricsOptions
-from penstock.service.telemetry.metrics.push import Collector, Push
 from penstock.service.telemetry.metrics.service_meters import LoopLag, ServiceMeters
-from penstock.service.telemetry.options import TracingOptions
-from penstock.service.telemetry.otlp.environment import destination, service_resource, why_off
-from penstock.service.telemetry.otlp.tracing import metric_exporter
 from penstock.service.threads.lanes import in_thread
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from penstock.service.telemetry.metrics.push import Collector
 
-INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
-DEFAULT_INTERVAL_S = 15.0
+log = logging.getLogger(__name__)
 
 
 class Metrics:
@@ -41,7 +36,7 @@ class Metrics:
         self._engine: Backend | None = None
         self._has_vllm_names = options.metrics_names == "vllm"
         self._lag = LoopLag(self.registry)
-        self._push = None if collector is None else Push(collector, self._snapshots)
+        self._push = None if collector is None else collector.push_of(self._snapshots)
         self._endpoint = None
         if options.metrics_port is not None:
             self._endpoint = Endpoint(options.host, options.metrics_port, Pages(self._families))
@@ -99,42 +94,3 @@ def _vllm_labels(engine: Backend) -> VllmLabels:
         num_pages=engine.info.num_pages,
         has_prefix_cache=engine.config.prefix_cache_pages != 0,
     )
-
-
-def open_collector(
-    metrics: MetricsOptions,
-    otlp: TracingOptions,
-    *,
-    version: str,
-    instance_id: str,
-) -> Collector | None:
-    """Make what pushes metrics, by these options and the environment; None if they are not pushed. Raises
-    ConfigError.
-    """
-    interval_s = push_interval_s(metrics, os.environ)
-    to = destination(otlp, "metrics") if interval_s else None
-    exporter = None if to is None else metric_exporter(otlp)
-    if to is None or exporter is None:
-        if metrics.otlp_metrics_interval_s:
-            if not (why := why_off("metrics")):
-                raise ConfigError("otlp_metrics_interval_s: needs an otlp_endpoint to push metrics to")
-            log.warning("metrics are not pushed, because of %s", why)
-        return None
-    log.info("metrics go to %s over %s, every %g s", to.url, to.protocol, interval_s)
-    return Collector(
-        exporter=exporter,
-        resource=service_resource(version=version, instance_id=instance_id),
-        interval_s=interval_s,
-    )
-
-
-def push_interval_s(metrics: MetricsOptions, environ: Mapping[str, str]) -> float:
-    """Return the seconds between two pushes; 0: never."""
-    if metrics.otlp_metrics_interval_s is not None:
-        return metrics.otlp_metrics_interval_s
-    text = environ.get(INTERVAL, "").strip()
-    if not text:
-        return DEFAULT_INTERVAL_S
-    if not text.isascii() or not text.isdigit() or not 1000 <= int(text) <= 86_400_000:
-        raise ConfigError(f"{INTERVAL}: must be from 1000 to 86400000 milliseconds, not {text!r}")
-    return int(text) / 1000

@@ -131,6 +131,10 @@ class Collector:
     """What the metrics say about their sender."""
     interval_s: float
 
+    def push_of(self, read: Callable[[], Sequence[Snapshot]]) -> Push:
+        """Make what pushes there what `read` returns; see `Push`."""
+        return Push(self, read)
+
 
 class Push:
     """Pushes what `read` returns. What could not be pushed is not lost: the next push has it, too."""

@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import sampling
-
 from penstock.runtime.errors import ConfigError
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, OtlpProtocol, TracingOptions
 
@@ -125,7 +122,6 @@ def _split(named: str, text: str) -> tuple[SplitResult, int]:
 
 Environ = Mapping[str, str]
 DISABLED = "OTEL_SDK_DISABLED"
-RESOURCE = "OTEL_RESOURCE_ATTRIBUTES"
 _DEFAULT_ENDPOINTS = {"grpc": "http://localhost:4317", "http/protobuf": "http://localhost:4318"}
 _EXPORTERS: Mapping[Signal, tuple[str, ...]] = {
     "traces": ("otlp", "none"),
@@ -133,16 +129,6 @@ _EXPORTERS: Mapping[Signal, tuple[str, ...]] = {
 }
 _MOST_TIMEOUT_MS = 3_600_000
 _HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
-_SAMPLERS = {
-    "always_on": sampling.ALWAYS_ON,
-    "always_off": sampling.ALWAYS_OFF,
-    "parentbased_always_on": sampling.DEFAULT_ON,
-    "parentbased_always_off": sampling.DEFAULT_OFF,
-}
-_RATIO_SAMPLERS = {
-    "traceidratio": sampling.TraceIdRatioBased,
-    "parentbased_traceidratio": sampling.ParentBasedTraceIdRatio,
-}
 
 
 def destination(options: TracingOptions, signal: Signal, environ: Environ = os.environ) -> Destination | None:
@@ -204,34 +190,6 @@ def why_off(signal: Signal, environ: Environ = os.environ) -> str:
     return f"{variable}={text}" if names and "otlp" not in names else ""
 
 
-def sampler(options: TracingOptions, environ: Environ = os.environ) -> sampling.Sampler:
-    """Make what decides which calls are recorded. By default all are, unless the caller has decided."""
-    if options.trace_sample_ratio is not None:
-        return sampling.ParentBasedTraceIdRatio(options.trace_sample_ratio)
-    variable, argument = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
-    name = environ.get(variable, "").strip().lower() or "parentbased_always_on"
-    if name in _SAMPLERS:
-        return _SAMPLERS[name]
-    if name not in _RATIO_SAMPLERS:
-        raise ConfigError(f"{variable}: must be of {', '.join((*_SAMPLERS, *_RATIO_SAMPLERS))}, not {name!r}")
-    text = environ.get(argument, "").strip() or "1"
-    ratio = _number(text)
-    if ratio is None or not 0 <= ratio <= 1:
-        raise ConfigError(f"{argument}: must be from 0 to 1, not {text!r}")
-    return _RATIO_SAMPLERS[name](ratio)
-
-
-def service_resource(*, version: str, instance_id: str, environ: Environ = os.environ) -> Resource:
-    """Say what telemetry says about its sender. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the
-    name and the version; only the instance is always `instance_id`, because GetServerInfo answers with it.
-    """
-    given = dict(_pairs(RESOURCE, environ.get(RESOURCE, "")))
-    if environ.get("OTEL_SERVICE_NAME"):
-        given["service.name"] = environ["OTEL_SERVICE_NAME"]
-    named = {"service.name": "penstock", "service.version": version}
-    return Resource.create({**named, **given, "service.instance.id": instance_id})
-
-
 class _Values:
     """The variables OTEL_EXPORTER_OTLP_... of one signal."""
 
@@ -287,7 +245,7 @@ def _scheme(values: _Values, named: str) -> str:
 def _headers(values: _Values, protocol: OtlpProtocol) -> tuple[tuple[str, str], ...]:
     variable, text = values.find("HEADERS")
     headers = {}
-    for name, value in _pairs(variable, text, are_secret=True):
+    for name, value in named_values(variable, text, are_secret=True):
         lower = name.lower()
         if not _HEADER_NAME.fullmatch(lower) or (protocol == "grpc" and lower.startswith(("grpc-", ":"))):
             raise ConfigError(f"{variable}: {name!r} is no name of a header")
@@ -299,7 +257,7 @@ def _headers(values: _Values, protocol: OtlpProtocol) -> tuple[tuple[str, str], 
     return tuple(headers.items())
 
 
-def _pairs(variable: str, text: str, *, are_secret: bool = False) -> list[tuple[str, str]]:
+def named_values(variable: str, text: str, *, are_secret: bool = False) -> list[tuple[str, str]]:
     """Read "name=value,name=value", percent-encoded."""
     pairs = []
     for number, item in enumerate(text.split(","), 1):
@@ -327,7 +285,7 @@ def _file(values: _Values, name: str) -> Path | None:
 
 def _timeout_ms(values: _Values) -> float:
     variable, text = values.find("TIMEOUT")
-    timeout = _number(text or "10000")
+    timeout = number_in(text or "10000")
     if timeout is None or not 0 < timeout <= _MOST_TIMEOUT_MS:
         raise ConfigError(
             f"{variable}: must be above 0 and at most {_MOST_TIMEOUT_MS} milliseconds, not {text!r}"
@@ -342,7 +300,8 @@ def _is_compressed(values: _Values) -> bool:
     return text.lower() == "gzip"
 
 
-def _number(text: str) -> float | None:
+def number_in(text: str) -> float | None:
+    """Read a finite number; None if the text is none."""
     try:
         number = float(text)
     except ValueError:

@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 AnySpan = ReadableSpan | bytes
 """A span of OpenTelemetry's, or one in the wire form that `wire.span` makes."""
-SCOPE = "penstock.service"
-"""The instrumentation scope of all spans."""
 _RESOURCE_SPANS, _SCOPE_SPANS = 0x0A, 0x12  # the tags of these fields
 
 
@@ -47,7 +45,7 @@ class SpanBatches:
         self._resource: bytes = kept.SerializeToString()
         scope = made.scope_spans[0]
         del scope.spans[:]
-        scope.scope.name = SCOPE
+        scope.scope.name = wire.SCOPE
         self._scope: bytes = scope.SerializeToString()
 
     def request(self, spans: Sequence[AnySpan]) -> bytes:

@@ -25,25 +25,14 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
 
 from penstock.runtime.errors import ConfigError
 from penstock.service.telemetry.options import TraceLevel, TracingOptions
-from penstock.service.telemetry.otlp.environment import (
-    Destination,
-    destination,
-    sampler,
-    service_resource,
-    why_off,
-)
+from penstock.service.telemetry.otlp.environment import Destination
 from penstock.service.telemetry.otlp.outbox import DELAY_S, AnySpan, Outbox, SpanBatches, SpanExporter
+from penstock.service.telemetry.otlp.sdk import sampler, service_resource
 from penstock.service.telemetry.otlp.sender import Failed, Sender, quoted, sender_to
 
 log = logging.getLogger(__name__)
 
 _BETWEEN_LINES_S = 60.0
-
-
-def metric_exporter(options: TracingOptions) -> OtlpMetricExporter | None:
-    """Make what sends metrics, by options and environment; None if they go nowhere. Raises ConfigError."""
-    to = destination(options, "metrics")
-    return None if to is None else OtlpMetricExporter(sender_to(to), to)
 
 
 class OtlpSpanExporter:
@@ -223,14 +212,8 @@ class _ToOutbox(SpanProcessor):
             self._outbox.emit(span)
 
 
-def open_tracing(options: TracingOptions, *, version: str, instance_id: str) -> Tracing | None:
-    """Make what these options and the environment ask for; None if traces go nowhere. Raises ConfigError."""
-    to = destination(options, "traces")
-    if to is None:
-        if options.otlp_endpoint is not None:
-            log.warning("no traces, because of %s", why_off("traces"))
-        return None
-    log.info("traces go to %s over %s", to.url, to.protocol)
+def tracing_to(to: Destination, options: TracingOptions, *, version: str, instance_id: str) -> Tracing:
+    """Make what sends traces there, as these options and the environment say. Raises ConfigError."""
     resource = service_resource(version=version, instance_id=instance_id)
     return Tracing(
         OtlpSpanExporter(sender_to(to), to, resource),

@@ -19,6 +19,8 @@ from penstock.shared.varints import varint
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, AttributeValue]
 
+SCOPE = "penstock.service"
+"""The instrumentation scope of all spans."""
 INTERNAL, OK, ERROR = 1, 1, 2
 """The kind of a span within the process, and the codes of a status."""
 _TIMES = struct.Struct("<BQBQ")  # start_time_unix_nano and end_time_unix_nano, fixed64

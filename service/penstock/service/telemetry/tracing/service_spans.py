@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from random import Random
+from typing import TYPE_CHECKING
 
 import grpc
 from opentelemetry import trace
@@ -26,9 +27,7 @@ from penstock.runtime.loop.journal import Journal, Noted
 from penstock.runtime.prompting.jobs import Job
 from penstock.runtime.requests.request import Finish, RequestTiming
 from penstock.service.limits.admission import PACKAGES
-from penstock.service.telemetry.otlp.outbox import SCOPE
-from penstock.service.telemetry.otlp.tracing import Tracing
-from penstock.service.telemetry.otlp.wire import Attributes, AttributeValue
+from penstock.service.telemetry.otlp.wire import SCOPE, Attributes, AttributeValue
 from penstock.service.telemetry.tracing.notes import (
     Begun,
     Closed,
@@ -37,6 +36,9 @@ from penstock.service.telemetry.tracing.notes import (
     RequestContext,
     WallClock,
 )
+
+if TYPE_CHECKING:
+    from penstock.service.telemetry.otlp.tracing import Tracing
 
 CURRENT_RPC: ContextVar[Span] = ContextVar("penstock_rpc_span", default=trace.INVALID_SPAN)
 RECEIVED_NS: ContextVar[int] = ContextVar("penstock_received_ns", default=0)
