@@ -29,6 +29,7 @@ def test_prometheus_takes_the_configuration_and_the_rules() -> None:
     assert f"{len(alerts())} rules found" in done.stdout
 
 
+@pytest.mark.ci
 @needs_promtool
 def test_alerts_fire_on_the_series_of_their_tests_and_on_no_others() -> None:
     done = promtool("test", "rules", RULE_TESTS)

@@ -199,6 +199,7 @@ def test_bench_counts_failures_and_says_so(server, failure, capsys):
     assert "3 of 3 requests failed" in shown.err
 
 
+@pytest.mark.ci
 def test_bench_reports_what_it_has_on_ctrl_c(server, tmp_path):
     """Two of five requests are answered, then the server sends nothing more."""
 

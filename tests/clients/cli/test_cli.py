@@ -62,7 +62,12 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["generate", "--help"], ["generate", "p", "--addr", "ADDR"]]
+    "arguments",
+    [
+        ["--help"],
+        pytest.param(["generate", "--help"], marks=pytest.mark.ci),
+        pytest.param(["generate", "p", "--addr", "ADDR"], marks=pytest.mark.ci),
+    ],
 )
 def test_no_command_of_the_client_loads_the_engine(server, arguments):
     """The help that lists all commands does not even load gRPC."""

@@ -210,6 +210,7 @@ def test_numbers_that_no_server_should_send(server, capsys):
     assert program.end() == (0, "")
 
 
+@pytest.mark.ci
 def test_json_lines_go_on_after_the_server_was_gone(server):
     server.watch.failures = [DRAINING]
     server.watch.reports = list(more_tokens(2))
@@ -222,7 +223,7 @@ def test_json_lines_go_on_after_the_server_was_gone(server):
     assert found[0] == plain(REPORT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ci)])
 def test_on_a_terminal_it_draws_and_leaves_the_screen_as_it_was(server, number):
     server.name = "toy\x1b]0;owned\x07\x1b[2J\x1b[31mx"
     server.watch.reports = list(more_tokens(5))
@@ -242,6 +243,7 @@ def test_on_a_terminal_it_draws_and_leaves_the_screen_as_it_was(server, number):
     assert all(re.fullmatch(r"\x1b\[[0-9;]*m|\x1b\[H|\x1b\[\?(25|1049)[hl]", found) for found in controls)
 
 
+@pytest.mark.ci
 def test_a_lost_server_is_told_and_found_again():
     """It stops while it is watched, and another one starts at its address."""
     with running() as server:

@@ -102,6 +102,7 @@ def test_bench_says_what_is_wrong_with_a_value(capsys, flags, message):
     assert message in wrong(capsys, "bench", *flags)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", [["generate"], ["chat"]], ids=lambda command: command[0])
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_stdin_that_is_no_text(server, command, locale):
@@ -141,11 +142,18 @@ sys.exit(main(sys.argv[2:]))
     ("lacking", "argv", "needs", "install"),
     [
         ("penstock.server_cli", ["serve", "demo"], "engine", "penstock too"),
-        ("penstock.server_cli", ["demo"], "engine", "penstock too"),
-        ("penstock.server_cli", ["keys", "list"], "engine", "penstock too"),
-        ("penstock.server_cli", ["usage", "file"], "engine", "penstock too"),
+        *(
+            pytest.param("penstock.server_cli", command, "engine", "penstock too", marks=pytest.mark.ci)
+            for command in (["demo"], ["keys", "list"], ["usage", "file"])
+        ),
         pytest.param("jax", ["serve", "demo"], "Python module jax", "penstock again", marks=pytest.mark.ci),
-        ("opentelemetry", ["serve", "demo"], "Python module opentelemetry", "penstock again"),
+        pytest.param(
+            "opentelemetry",
+            ["serve", "demo"],
+            "Python module opentelemetry",
+            "penstock again",
+            marks=pytest.mark.ci,
+        ),
         ("tqdm", ["bench"], "Python module tqdm", "penstock-client again"),
     ],
 )
@@ -166,6 +174,7 @@ def test_a_command_says_what_to_install_where_something_is_missing(lacking, argv
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.ci
 def test_client_commands_need_no_engine(server):
     lacking = "jax,transformers,flax,opentelemetry,tqdm,llguidance,numpy"
     done = subprocess.run(

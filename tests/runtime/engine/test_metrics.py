@@ -154,6 +154,7 @@ def test_weights_and_build(engine: Engine) -> None:
     assert said["jax"]
 
 
+@pytest.mark.ci
 def test_a_kv_cache_of_int8() -> None:
     """What is counted for it is what the device holds."""
     engine = toy_engine(start=False, kv_cache_dtype="int8", kv_cache_bytes=64_000)

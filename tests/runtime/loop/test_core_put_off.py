@@ -54,7 +54,7 @@ def requests(seed: int) -> list[Request]:
         {"has_state": True, "num_snapshots": 4},
     ],
 )
-@pytest.mark.parametrize("share", [0.2, 0.8])
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.8, marks=pytest.mark.ci)])
 def test_tokens_do_not_depend_on_the_steps_that_they_are_made_in(
     overlap: bool, pacer: Pacer, limits: dict[str, Any], share: float
 ) -> None:

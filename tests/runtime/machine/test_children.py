@@ -138,6 +138,7 @@ def test_nothing_of_the_working_directory_runs_in_a_child(what: str, littered: P
     assert (marks(littered), done.returncode) == ("", 0), done.stderr
 
 
+@pytest.mark.ci
 def test_nothing_of_the_working_directory_runs_in_the_demos_server(littered: Path) -> None:
     """The server cannot listen at this address. It finds that out after all imports and before it loads a
     model.

@@ -67,7 +67,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
     return paths
 
 
-@pytest.mark.parametrize("staging", [Staging.HOST, Staging.DEVICE])
+@pytest.mark.parametrize("staging", [pytest.param(Staging.HOST, marks=pytest.mark.ci), Staging.DEVICE])
 def test_leaves_are_placed_when_they_are_complete_or_when_they_go_live(
     engine: Engine, tensors: Arrays, placed: Placed, staging: Staging
 ) -> None:
@@ -105,7 +105,10 @@ def test_parts_of_a_leaf_are_put_into_the_live_one(engine: Engine, tensors: Arra
     assert bits(engine) == found
 
 
-@pytest.mark.parametrize(("at", "is_staged"), [(0, True), (1, False), (5, False)])
+@pytest.mark.parametrize(
+    ("at", "is_staged"),
+    [pytest.param(0, True, marks=pytest.mark.ci), (1, False), pytest.param(5, False, marks=pytest.mark.ci)],
+)
 def test_a_leaf_that_does_not_fit(
     engine: Engine, tensors: Arrays, monkeypatch: pytest.MonkeyPatch, at: int, is_staged: bool
 ) -> None:

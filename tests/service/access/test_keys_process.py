@@ -57,6 +57,7 @@ def test_keys_that_come_and_go_with_sighup(tmp_path, capsys):
         assert secret not in server.output
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

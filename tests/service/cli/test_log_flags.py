@@ -65,6 +65,7 @@ def test_a_bad_value_is_one_clear_line(
     assert errors.count("\n") == 1
 
 
+@pytest.mark.ci
 def test_a_process_writes_json_into_its_file_and_only_addresses_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with fake_process("--port", "0", "--log-file", str(path), "--log-format", "json") as server:

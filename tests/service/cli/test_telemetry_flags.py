@@ -117,6 +117,7 @@ def test_a_variable_that_switches_traces_off_is_told(name: str, monkeypatch: Any
     assert f"no traces, because of {name}={value}" in caplog.text
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("protocol", "is_dead"), [("grpc", True), pytest.param("http/protobuf", False, marks=pytest.mark.sweep)]
 )

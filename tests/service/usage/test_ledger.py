@@ -261,6 +261,7 @@ asyncio.run(answer())
 """
 
 
+@pytest.mark.ci
 def test_what_was_answered_outlives_kill_9(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
     command = [sys.executable, "-c", CRASHING, str(path)]

@@ -31,6 +31,7 @@ from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
 from penstock.runtime.text.codec import TextCodec
 from tests.support.chat import SOME_FORMS, bytes_tokenizer, spelled
+from tests.support.suite.drawing import few
 
 USER = (ChatTurn("user", "hi"),)
 FORMS = sorted(TOOL_FORMS)
@@ -151,7 +152,10 @@ def parsed(forms: ChatForms, chat: Chat, prompt: str, text: str) -> tuple[str, s
     )
 
 
-@pytest.mark.parametrize("choice", ["required", "get", "get_weather", "now"])
+CHOICES = ("required", "get", "get_weather", "now")
+
+
+@pytest.mark.parametrize("choice", few(CHOICES, ("required", "get_weather"), ci=CHOICES))
 @pytest.mark.parametrize("form", SOME_FORMS)
 @pytest.mark.parametrize(
     ("tokenizer", "reasoning"),

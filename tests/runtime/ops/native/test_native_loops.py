@@ -16,7 +16,11 @@ from penstock.runtime.ops.native.build import COMPILERS, SOURCES
 SUPPORT = Path(__file__).parents[3] / "support" / "native" / "loops"
 COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
+# Their loops are compiled anew in each run.
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine"),
+]
 
 
 @pytest.fixture(scope="module")

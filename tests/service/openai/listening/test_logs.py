@@ -40,6 +40,7 @@ def test_nothing_in_a_message_looks_like_another_line() -> None:
     assert r"a\nb\x1b[2J 0 x" in done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("opened", [FRONT.format(log_format="text"), SERVER], ids=["front", "server"])
 def test_a_stderr_that_nobody_reads_holds_up_neither_the_process_nor_its_end(opened: str) -> None:
     with subprocess.Popen(program(opened, 20_000, length=100), stderr=subprocess.PIPE) as process:
