@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no hints
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
 from penstock.service.group.leader import GroupLeader
+from penstock.service.lifecycle import underway
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.servicers.serving import Serving
@@ -30,6 +32,8 @@ from tests.service.fake import FakeEngine
 WAIT_S = 60.0
 """What a call or a condition may take. Beside 20 busy processes, what takes 2 s alone has taken 20."""
 TRACED_GRACE_S = 20.0
+NO_MOMENT_S = 0.001
+"""A server that stops waits 30 ms for requests that gRPC has not handed over. A rig at its end gets none."""
 CODEC = byte_codec()
 
 
@@ -120,7 +124,8 @@ async def serving(
         try:
             yield Rig(engine, server, channel)
         finally:
-            await server.stop()
+            with mock.patch.object(underway, "_MOMENT_S", NO_MOMENT_S):
+                await server.stop()
 
 
 def fake(**options: Any) -> FakeEngine:
