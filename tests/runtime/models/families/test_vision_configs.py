@@ -100,6 +100,7 @@ def test_published_qwen3_vl_with_experts() -> None:
     assert config.vision.deepstack == (8, 16, 24)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("data", "text", "visual"),
     [(QWEN2_5, "model.", "visual."), (QWEN3, "model.language_model.", "model.visual.")],
@@ -289,6 +290,7 @@ LLAMA4 = published("Llama-4-Scout-17B-16E")
 GEMMA4: dict[str, Any] = json.loads((GOLDEN / "gemma4_vl" / "config.json").read_text())
 
 
+@pytest.mark.ci
 def test_published_mistral_small() -> None:
     config = parse_config(MISTRAL)
     assert config.vision == PixtralConfig(
@@ -334,6 +336,7 @@ def test_internvl_has_the_defaults_of_transformers() -> None:
     assert (config.vision.patches_per_tile, config.vision.tokens_per_tile) == (1024, 256)
 
 
+@pytest.mark.ci
 def test_published_llama_4() -> None:
     config = parse_config(LLAMA4)
     assert config.vision == Llama4VisionConfig(
