@@ -62,8 +62,10 @@ class Collector:
 
 
 def _entries(cache: Path | None) -> set[str]:
-    """List the names in the compilation cache. Each new program adds some."""
-    return {entry.name for entry in cache.iterdir()} if cache is not None and cache.is_dir() else set()
+    """List the files of programs in the compilation cache, of JAX and of `program_store`."""
+    if cache is None or not cache.is_dir():
+        return set()
+    return {entry.name for entry in cache.iterdir() if not entry.name.startswith(("programs-", "last-"))}
 
 
 class InProcess:

@@ -266,13 +266,13 @@ from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParam
 from penstock.runtime.execution import compilation, program_set
 
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-compiled, compile_program = [], compilation.compile_program
+compiled, lower_program = [], compilation.lower_program
 
 def counted(*arguments, **options):
     compiled.append(options.get("name"))
-    return compile_program(*arguments, **options)
+    return lower_program(*arguments, **options)
 
-program_set.compile_program = counted
+program_set.lower_program = counted
 model, folder, prompt, options = sys.argv[1], Path(sys.argv[2]), *map(json.loads, sys.argv[3:])
 config = EngineConfig(compilation_cache=None, compiled=folder, **options)
 with Engine.from_pretrained(model, config) as engine:

@@ -1,7 +1,8 @@
 """How the suite's own processes compile: fewer programs for an engine, and each program once for all workers.
 
-JAX looks for a program in its cache on disk, and writes it there when it is compiled. Two workers often start
-the same engine at the same time. Both would find nothing, and each would compile everything.
+Who needs a program looks for its file, and writes that when the program is compiled: an engine in the files
+of `program_store`, and JAX in its cache on disk. Two workers often start the same engine at the same time.
+Both would find nothing, and each would compile everything.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax._src import compiler
 from jax._src.lru_cache import LRUCache
 
 from penstock.runtime import building
+from penstock.runtime.execution import program_store
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, Buckets
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.suite import disk, quick_xla
@@ -41,7 +43,18 @@ def compile_less() -> None:
     disk.remove_unused(LOCKS.iterdir())  # of processes that were killed
     disk.keep_newest(TEST_CACHE)
     held: dict[str, int] = {}
+    _lock_jax(held)
+    _lock_files(held)
 
+
+def _release(held: dict[str, int], key: str) -> None:
+    """Give up the lock. Whoever has waited for it, and whoever makes it anew, finds the program."""
+    (LOCKS / key).unlink(missing_ok=True)
+    os.close(held.pop(key))
+
+
+def _lock_jax(held: dict[str, int]) -> None:
+    """Lock what JAX looks for in its cache and does not find."""
     look_up = LRUCache.get
 
     def get(cache: Any, key: str) -> bytes | None:
@@ -52,11 +65,6 @@ def compile_less() -> None:
                 os.utime(cache.path / f"{key}-cache")
         return found
 
-    def release(key: str) -> None:
-        """Give up the lock. Whoever has waited for it, and whoever makes it anew, finds the program."""
-        (LOCKS / key).unlink(missing_ok=True)
-        os.close(held.pop(key))
-
     def locked_get(self: Any, key: str) -> bytes | None:
         """As `get`. After None, this process holds the lock of the key until `put`."""
         found = get(self, key)
@@ -64,7 +72,7 @@ def compile_less() -> None:
             held[key] = _wait(LOCKS / key)
             found = get(self, key)
             if found is not None:
-                release(key)
+                _release(held, key)
         return found
 
     def unlocking_put(self: Any, key: str, value: bytes) -> None:
@@ -72,9 +80,38 @@ def compile_less() -> None:
         half.write_bytes(value)
         half.rename(self.path / f"{key}-cache")  # at once, because who reads does not hold the lock
         if key in held:
-            release(key)
+            _release(held, key)
 
     mock.patch.multiple(LRUCache, get=locked_get, put=unlocking_put).start()
+
+
+def _lock_files(held: dict[str, int]) -> None:
+    """Lock the files of programs that engines look for and do not find."""
+    read, write, prune = program_store._read_program, program_store._write, program_store.prune
+
+    def locked_read(file: Path, *others: Any) -> jax.stages.Compiled | None:
+        """As `_read_program`. After None, this process holds the lock of the file until `_write`."""
+        found = read(file, *others)
+        if found is None and file.name not in held:
+            held[file.name] = _wait(LOCKS / file.name)
+            found = read(file, *others)
+            if found is not None:
+                _release(held, file.name)
+        return found
+
+    def unlocking_write(file: Path, data: bytes) -> None:
+        write(file, data)
+        if file.name in held:
+            _release(held, file.name)
+
+    def prune_others(folder: Path) -> None:
+        """Leave the folder of the suite alone, which `keep_newest` has seen to."""
+        if folder != TEST_CACHE:
+            prune(folder)
+
+    mock.patch.multiple(
+        program_store, _read_program=locked_read, _write=unlocking_write, prune=prune_others
+    ).start()
 
 
 def _wait(path: Path) -> int:

@@ -154,8 +154,8 @@ class Backend:
     """JAX's name of the memory to which weights are moved to free the device's; None: they are on the host
     anyway."""
     keeps_programs: bool = False
-    """Whether compiled programs are kept on disk as a whole (`program_store`), which was tried on CPUs
-    only."""
+    """Whether compiled programs and sets of them are kept on disk by `program_store`, which was tried on CPUs
+    only. JAX's own cache has those of others: with it XLA also keeps what it has measured on a GPU."""
     zeros: ZerosOf = jnp.zeros
     """What the cache's arrays are made with. Those of the native kernels begin on huge pages."""
     write_row: WriteRow = write_row

@@ -99,6 +99,21 @@ def compile_all(
     return programs
 
 
+def lower_program(
+    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), name: str = ""
+) -> jax.stages.Lowered:
+    """Lower a program for the shapes and shardings of the arguments (arrays or ShapeDtypeStructs). Profiles
+    show the program as "jit_" and its `name`; empty: that of the function. Programs of the same function need
+    names of their own, because profiles find the operations of a program by it.
+
+    A program returns what replaces its donated arguments before anything else. JAX gives the memory of a
+    donated array to the first result of its shape and dtype. If that result replaces something else, XLA
+    copies both in every call.
+    """
+    program.__name__ = name or program.__name__
+    return jax.jit(program, donate_argnums=donate).lower(*arguments)
+
+
 def compile_program(
     program: Callable[..., Any],
     *arguments: Any,
@@ -106,15 +121,12 @@ def compile_program(
     name: str = "",
     options: Mapping[str, str | bool] | None = None,
 ) -> jax.stages.Compiled:
-    """Lower and compile a program for the shapes and shardings of the arguments (arrays or
-    ShapeDtypeStructs). `options` are XLA's; those that are not given keep XLA's defaults. Profiles show the
-    program as "jit_" and its `name`; empty: that of the function. Programs of the same function need names of
-    their own, because profiles find the operations of a program by it.
+    """Lower and compile a program. `options`: see `compile_lowered`; the others: see `lower_program`."""
+    return compile_lowered(lower_program(program, *arguments, donate=donate, name=name), options)
 
-    A program returns what replaces its donated arguments before anything else. JAX gives the memory of a
-    donated array to the first result of its shape and dtype. If that result replaces something else, XLA
-    copies both in every call.
-    """
-    program.__name__ = name or program.__name__
-    lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, options: Mapping[str, str | bool] | None
+) -> jax.stages.Compiled:
+    """Have XLA compile a program. `options` are XLA's; those that are not given keep XLA's defaults."""
     return lowered.compile(dict(options) if options else None)

@@ -35,6 +35,7 @@ from penstock.runtime.execution.program_store import (
     code_digest,
     described,
     from_stored,
+    settings,
     to_stored,
 )
 from penstock.runtime.execution.runner_config import RunnerConfig
@@ -54,9 +55,6 @@ _COMPILERS = {
 }
 """A platform to the distributions that have its part of XLA."""
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_OWN_SETTINGS = ("jax_platforms", "jax_num_cpu_devices", "jax_enable_compilation_cache")
-_CACHE_SETTINGS = ("jax_compilation_cache_", "jax_persistent_cache_")
-"""Settings of JAX that say where it looks for devices and what it keeps; programs are the same with any."""
 _OWN_OPTIONS = ("ahead", "compiled", "program_folder", "show_progress", "threads")
 """Fields of a runner's configuration that no program depends on."""
 _OF_BACKEND = (
@@ -105,7 +103,7 @@ def facts_of(
         **_versions(backend.platform_name),
         **backend.device_facts(),
         **{name: os.environ.get(name, "") for name in _VARIABLES},
-        **_settings(),
+        **{f"the setting {name}": repr(value) for name, value in settings().items()},
         **told,
         "the shapes of weights, cache and state": shapes,
     }
@@ -196,14 +194,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _settings() -> dict[str, str]:
-    """Return JAX's settings, but for those that programs do not depend on."""
-    return {
-        f"the setting {name}": repr(value)
-        for name, value in sorted(jax.config.values.items())
-        if (value is None or isinstance(value, str | int | float))
-        and name not in _OWN_SETTINGS
-        and not name.startswith(_CACHE_SETTINGS)
-    }

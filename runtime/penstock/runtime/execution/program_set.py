@@ -5,6 +5,7 @@ compiled.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from flax import nnx
 from penstock.runtime.execution import compiled_set, program_store
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
-from penstock.runtime.execution.compilation import compile_all, compile_program
+from penstock.runtime.execution.compilation import compile_all, compile_lowered, lower_program
 from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.images import Pool, input_shapes, make_encode
 from penstock.runtime.execution.on_mesh import CUT, JOINED, WHOLE, on_mesh, specs_of
@@ -64,6 +65,8 @@ from penstock.runtime.requests.constraint import mask_words
 _FORWARD = Forward(kv=JOINED, state=WHOLE, logits=WHOLE, hidden=WHOLE)  # type: ignore[arg-type]  # a prefix
 _OF_STAGE = OfStage(kv=JOINED, state=WHOLE, passed=WHOLE)  # type: ignore[arg-type]  # a prefix
 
+
+log = logging.getLogger(__name__)
 
 Job = ProgramKey | int | str
 """The name of a program in its set."""
@@ -136,6 +139,8 @@ class ProgramBuilder:
     """The stage of the model whose programs these are; None: its layers are not cut into stages."""
     first: ProgramBuilder | None = None
     """Of a further stage: what makes the programs of the first one, which passes what all others pass."""
+    files: program_store.ProgramFiles | None = None
+    """Where a program is looked for before XLA compiles it; None: in JAX's own cache alone."""
 
     @property
     def largest(self) -> ProgramKey:
@@ -151,7 +156,7 @@ class ProgramBuilder:
         """
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
         patches = self.config.encode_buckets
-        made = self._made(self.jobs())
+        made = self._made(ProgramBuilder.jobs)
         return Programs(
             steps={key: made[key] for key in keys},
             choices={rows: made[rows] for rows in row_buckets},
@@ -171,13 +176,7 @@ class ProgramBuilder:
     def compile_stage(self) -> StagePrograms:
         """Do what `compile_all` does, for a stage that is not the last one."""
         keys = self.config.buckets.keys()
-        made = self._made(
-            {
-                **{key: partial(self.forward, key) for key in keys},
-                "copy_pages": self.copy_pages,
-                "table_rows": self.table_rows,
-            }
-        )
+        made = self._made(ProgramBuilder.stage_jobs)
         return StagePrograms(
             steps={key: made[key] for key in keys},
             copy_pages=made["copy_pages"],
@@ -206,6 +205,14 @@ class ProgramBuilder:
             **({"write_adapter": self.write_adapter} if self.adapters else {}),
         }
 
+    def stage_jobs(self) -> dict[Job, Callable[[], jax.stages.Compiled]]:
+        """Do what `jobs` does, for a stage that is not the last one."""
+        return {
+            **{key: partial(self.forward, key) for key in self.config.buckets.keys()},  # noqa: SIM118
+            "copy_pages": self.copy_pages,
+            "table_rows": self.table_rows,
+        }
+
     def write(self, folder: Path) -> int:
         """Compile all programs, and write them into the folder for another machine (`compiled_set`). Returns
         their bytes. ConfigError if they cannot be written.
@@ -216,41 +223,42 @@ class ProgramBuilder:
         return compiled_set.write(folder, facts, made)
 
     def _made(
-        self, jobs: Mapping[Job, Callable[[], jax.stages.Compiled]]
+        self, jobs_of: Callable[[ProgramBuilder], Mapping[Job, Callable[[], jax.stages.Compiled]]]
     ) -> Mapping[Job, jax.stages.Compiled]:
+        jobs = jobs_of(self)
         compile_them = partial(
             compile_all, threads=self.config.threads, show_progress=self.config.show_progress
         )
+        devices = list(self.backend.mesh.devices.flat)
         if self.config.compiled is not None:
-            devices = list(self.backend.mesh.devices.flat)
             taken = compiled_set.read(self.config.compiled, self.facts(), devices)
             if taken.keys() >= jobs.keys():
                 return taken
-        folder, key = self.config.program_folder, self._key()
-        if folder is None or key is None:
+        folder = self.config.program_folder
+        if folder is None or not self.backend.keeps_programs:
             return compile_them(jobs)
-        kept = program_store.load(folder, key, list(self.backend.mesh.devices.flat), self.config.ahead)
-        left = {name: job for name, job in jobs.items() if name not in kept.programs}
+        key = self._key()
+        kept = program_store.Kept({}, {})
+        if key is not None:
+            kept = program_store.load(folder, key, devices, self.config.ahead)
+        left = jobs.keys() - kept.programs.keys()
         if not left:
             return kept.programs
-        with program_store.Fresh() as fresh:
-            made = compile_them({name: partial(fresh.run, name, job) for name, job in left.items()})
-        new = {name: program for name, program in made.items() if name in fresh.names}
-        program_store.save(folder, key, kept, new)
+        files = program_store.ProgramFiles(folder, devices)
+        jobs = jobs_of(dataclasses.replace(self, files=files))
+        made = compile_them({name: job for name, job in jobs.items() if name in left})
+        log.info("%d of %d programs were kept in %s", len(files.found), len(made), folder)
+        if key is not None:
+            program_store.save(folder, key, {**kept.named, **files.named(made)})
+        program_store.prune(folder)
         return {**kept.programs, **made}
 
     def _key(self) -> str | None:
-        """Return the key under which the programs are kept; None: they are not. It was never tried for models
-        that read images.
-        """
-        config = self.config
-        if config.program_folder is None or config.vision is not None or not self.backend.keeps_programs:
-            return None
+        """Return the key of the set of these programs; None if it cannot be told what they are made of."""
         config = dataclasses.replace(
-            config, show_progress=False, program_folder=None, ahead=None, compiled=None
+            self.config, show_progress=False, program_folder=None, ahead=None, compiled=None
         )
         devices = tuple((device.id, device.process_index) for device in self.backend.mesh.devices.flat)
-        # JAX's cache is written by the first process of a group alone, so each has its own programs here.
         place = (self.sharding, devices, jax.process_index())
         made_of = (self.graphdef, self.stage, self._drafted)
         values = (config, made_of, self.backend, self.cache, self.num_pages, place)
@@ -497,11 +505,12 @@ class ProgramBuilder:
         results: Any = WHOLE,
     ) -> jax.stages.Compiled:
         """Compile a program. `results`: what of the program's results is cut over devices, see `on_mesh`."""
-        options = self.backend.compiler_options
         for_all = on_mesh(program, self.backend.mesh, specs_of(arguments), results)
         # Pallas asks the default device for which chip it compiles, and that device may not be here.
         with jax.default_device(self.backend.mesh.devices.flat[0]):
-            return compile_program(for_all, *arguments, donate=donate, name=name, options=options)
+            lowered = lower_program(for_all, *arguments, donate=donate, name=name)
+            compiled = compile_lowered if self.files is None else self.files.program
+            return compiled(lowered, self.backend.compiler_options)
 
     @property
     def _shapes(self) -> StepShapes:

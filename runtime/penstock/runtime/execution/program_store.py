@@ -1,13 +1,19 @@
-"""Keeps the compiled programs of an engine on disk as one file, so that a start need not trace its model.
+"""Keeps the compiled programs of engines on disk, so that a start neither traces nor compiles its model.
 
-JAX's own cache spares XLA's work alone. JAX asks it by what a program computes, and to know that, it traces
-and lowers the model for each program, which is nine tenths of what is left to do. Here programs are asked for
-by all that they are made of (`ProgramBuilder._key`): the model's structure, sizes, operations, the code of
-this package, the versions of the packages below it, and the machine. Whatever else they come to be made of
-must be added there.
+A file `program-DIGEST` has one program. Its digest is that of what it computes (`digest_of`): the module that
+JAX lowers it to, and all else that makes XLA's machine code what it is. JAX's own cache, which does the same,
+is off while XLA compiles: XLA cannot write a program that it has read, so what came from there could never be
+kept here.
 
-A file holds machine code and is read by `pickle`, so the folder must belong to who runs the server, as that
-of JAX's cache must.
+To know what a program computes, a start must trace and lower the model, which is nine tenths of what is left
+to do. So a file `programs-KEY` names all programs of an engine, by their digests. Its key is that of all that
+they are made of (`ProgramBuilder._key`): the model's structure, sizes, operations, the code of this package,
+the versions of the packages below it, and the machine. Whatever else they come to be made of must be added
+there. A start that finds its set reads it and traces nothing. Another one, as after a change of the code,
+traces, has XLA compile what no file computes, and writes the set for the next start.
+
+The files hold machine code and are read by `pickle`, so the folder must belong to who runs the server, as
+that of JAX's cache must.
 """
 
 from __future__ import annotations
@@ -24,30 +30,54 @@ import platform
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.ffi
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+from jax.extend.mlir import ir, passmanager
+
+from penstock.runtime.execution.compilation import compile_lowered
 
 log = logging.getLogger(__name__)
 
 MOST_FILES = 16
-"""So many sets of programs are kept, for each process of a group, all of which may share a folder; those that
-were used longest ago go first."""
+"""So many sets are kept, for each process of a group, all of which may share a folder; those that were used
+longest ago go first."""
+MOST_OTHER_BYTES = 1 << 30
+"""The programs that no set names may take so much; those that were used longest ago go first. A set is
+written after its programs, so those of a start that is compiling are among them."""
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 Stored = tuple[bytes, Any, Any]
-_HIT = "/jax/compilation_cache/cache_hits"
 _VARIABLES = ("XLA_", "JAX_", "PENSTOCK_")
+_COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_OTHER_SETTINGS = (
+    "jax_platforms",
+    "jax_num_cpu_devices",
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_",
+    "jax_persistent_cache_",
+)
+"""How the names of settings begin that say where JAX looks for devices and what it keeps; programs are the
+same with any."""
+_NO_PART = frozenset(
+    {"backend", "host_callbacks", "keepalive", "all_args_info", "pgle_profiler", "shape_poly_state"}
+)
+"""What JAX lowers a program to beside its module, and what makes it no other program: devices and versions
+have a part of their own in its digest, calls of Python are refused, and the others are for messages, profiles
+and shapes that are not known."""
 _RUNTIME = Path(__file__).parents[1]
 _CODE = (".py", ".cc", ".h")
 _ADDRESSES = (" at 0x", "array(", "<lambda>", "<locals>")
 """What a description has of a value that it does not tell in full."""
+_SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class Untold(Exception):
@@ -55,7 +85,7 @@ class Untold(Exception):
 
 
 def key_of(values: Sequence[Any], arrays: Iterable[Any]) -> str | None:
-    """Return the name of programs that are made of these values and of arrays of these shapes, dtypes and
+    """Return the key of programs that are made of these values and of arrays of these shapes, dtypes and
     places, by this code on this machine; None where a value cannot be told in full.
     """
     digest = hashlib.sha256(code_digest())
@@ -67,42 +97,70 @@ def key_of(values: Sequence[Any], arrays: Iterable[Any]) -> str | None:
     return digest.hexdigest()
 
 
+def digest_of(
+    lowered: jax.stages.Lowered,
+    options: Mapping[str, str | bool] | None,
+    devices: Sequence[jax.Device],
+    compiler: str,
+) -> str:
+    """Compute the digest of what a program computes, which XLA compiles with these options for these devices.
+    `compiler`: see `compiler_facts`. Raises Untold if that cannot be told in full.
+    """
+    parts = getattr(lowered._lowering, "compile_args", None)
+    if parts is None:
+        raise Untold("this version of JAX does not say what it has lowered")
+    if parts["host_callbacks"] or parts["keepalive"]:
+        raise Untold("the program calls functions of this process")
+    module = lowered.compiler_ir("stablehlo")
+    assert isinstance(module, ir.Module), "JAX has lowered it to this form"
+    digest = hashlib.sha256(_code_of(module))
+    texts = (
+        *(f"{name} {_told(value)}" for name, value in sorted(parts.items()) if name not in _NO_PART),
+        *map(_told, jax.tree.leaves(lowered.args_info)),
+        *(f"{name} {value}" for name, value in sorted((options or {}).items())),
+        *(f"{device.id} {device.process_index} {device.device_kind}" for device in devices),
+        # Each process of a group writes the part of a program that its own devices run.
+        f"process {jax.process_index()}",
+        compiler,
+    )
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()
+
+
+def _code_of(module: ir.Module) -> bytes:
+    """Write a module without the lines of code that it was made by."""
+    data = BytesIO()
+    with module.context:
+        copy = module.operation.clone().operation
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(copy)
+        copy.write_bytecode(data)
+    return data.getvalue()
+
+
+def _told(value: Any) -> str:
+    text = str(sorted(value) if isinstance(value, set | frozenset) else value)
+    if any(part in text for part in _ADDRESSES):
+        raise Untold(text)
+    return text
+
+
+class Named(NamedTuple):
+    """What a set has of a program."""
+
+    digest: str
+    arguments: Any
+    """A tree of numbers, in the form of the program's arguments."""
+    results: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """The programs of a set that were kept, by their names in it; some may be lacking."""
 
     programs: Mapping[Any, jax.stages.Compiled]
-    stored: Mapping[Any, Stored]
-    """The same as they are in the file."""
-
-
-class Fresh:
-    """Notes which programs XLA compiles, and does not get from JAX's cache, while this is entered. XLA cannot
-    write a program that it has read: what it writes of one cannot be run.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[Any] = set()
-        self._hits: Counter[int] = Counter()
-
-    def __enter__(self) -> Self:
-        jax.monitoring.register_event_listener(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_listener(self._note)
-
-    def run(self, name: Any, job: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
-        """Compile a program on the calling thread."""
-        before = self._hits[threading.get_ident()]
-        program = job()
-        if self._hits[threading.get_ident()] == before:
-            self.names.add(name)
-        return program
-
-    def _note(self, event: str, **_: str | int) -> None:
-        if event == _HIT:
-            self._hits[threading.get_ident()] += 1
+    named: Mapping[Any, Named]
+    """What the set has of each."""
 
 
 class Ahead:
@@ -122,8 +180,8 @@ class Ahead:
     def _read(self) -> None:
         # Whatever is wrong, `load` meets it again, and tells it.
         with contextlib.suppress(Exception):
-            self._key = self._note.read_text()
-            self._kept = _read(_file(self._folder, self._key), self._devices)
+            self._key = _read(self._note).decode()
+            self._kept = _read_set(self._folder, self._key, self._devices)
 
     def take(self, folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept | None:
         """Wait until the programs are read, and return them, once; None if they are others than those of this
@@ -140,51 +198,178 @@ class Ahead:
 
 
 def load(folder: Path, key: str, devices: Sequence[jax.Device], ahead: Ahead | None = None) -> Kept:
-    """Load the programs that were kept under this key, for these devices; none if there is no file, or if it
-    cannot be read. They may have been read `ahead`.
+    """Load the programs of the set with this key, for these devices: those of it whose files are there and
+    can be read, so none if there is no set. They may have been read `ahead`.
     """
-    file, began = _file(folder, key), time.monotonic()
+    began = time.monotonic()
     try:
-        kept = (None if ahead is None else ahead.take(folder, key, devices)) or _read(file, devices)
+        kept = None if ahead is None else ahead.take(folder, key, devices)
+        kept = kept or _read_set(folder, key, devices)
     except FileNotFoundError:
         return Kept({}, {})
-    except Exception as error:  # noqa: BLE001 # it may be cut, or XLA may refuse it
-        log.warning("%s cannot be read, and its programs are compiled: %s", file, error)
+    except Exception as error:  # noqa: BLE001 # it may be cut, or of another form
+        log.warning("%s cannot be read, and its programs are traced: %s", _set_file(folder, key), error)
         return Kept({}, {})
-    with contextlib.suppress(OSError):
-        os.utime(file)  # the folder may be one that can only be read
     log.info("loaded %d compiled programs in %.1f s", len(kept.programs), time.monotonic() - began)
     return kept
 
 
-def _read(file: Path, devices: Sequence[jax.Device]) -> Kept:
-    stored = pickle.loads(file.read_bytes())
-    return Kept({name: from_stored(each, devices) for name, each in stored.items()}, stored)
+def _read_set(folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept:
+    _, data = pickle.loads(_read(_set_file(folder, key)))
+    named: Mapping[Any, Named] = pickle.loads(data)
+    found = {
+        name: _read_program(
+            _program_file(folder, digest), jax.tree.structure(arguments), jax.tree.structure(results), devices
+        )
+        for name, (digest, arguments, results) in named.items()
+    }
+    programs = {name: program for name, program in found.items() if program is not None}
+    return Kept(programs, {name: named[name] for name in programs})
 
 
-def save(folder: Path, key: str, kept: Kept, new: Mapping[Any, jax.stages.Compiled]) -> None:
-    """Keep new programs beside those that were kept. Never fails: a later start then compiles them again."""
-    if not new:
-        return
+def _read_program(
+    file: Path, arguments: Any, results: Any, devices: Sequence[jax.Device]
+) -> jax.stages.Compiled | None:
+    """Read a program with arguments and results in these trees; None if there is no file, or one that cannot
+    be read, which is told.
+    """
     try:
-        data = pickle.dumps({**kept.stored, **{name: to_stored(program) for name, program in new.items()}})
-        _write(_file(folder, key), data)
+        return _loaded(zlib.decompress(_read(file)), arguments, results, devices)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # noqa: BLE001 # it may be cut, or XLA may refuse it
+        log.warning("%s cannot be read, and its program is compiled: %s", file, error)
+        return None
+
+
+def save(folder: Path, key: str, named: Mapping[Any, Named]) -> None:
+    """Keep a set of programs whose files are there. Never fails: a later start then traces them again."""
+    digests = sorted({each.digest for each in named.values()})
+    try:
+        # Others read the digests of a set whose names and trees are of classes that they do not have.
+        _write(_set_file(folder, key), pickle.dumps((digests, pickle.dumps(dict(named)))))
+    except Exception as error:  # noqa: BLE001 # a name or a tree may be of a class that `pickle` cannot find
+        log.info("the set of compiled programs is not kept: %s", error)
+
+
+class ProgramFiles:
+    """The programs of a folder, each by the digest of what it computes, for these devices."""
+
+    def __init__(self, folder: Path, devices: Sequence[jax.Device]) -> None:
+        self._folder, self._devices = folder, list(devices)
+        self._compiler = compiler_facts()
+        self._digests: dict[jax.stages.Compiled, str] = {}
+        self.found: list[str] = []
+        """The digests of the programs that `program` has read from their files."""
+
+    def program(
+        self, lowered: jax.stages.Lowered, options: Mapping[str, str | bool] | None
+    ) -> jax.stages.Compiled:
+        """Return the program from its file; where there is none, have XLA compile it, and write the file. Any
+        thread may call.
+        """
+        try:
+            digest = digest_of(lowered, options, self._devices, self._compiler)
+        except Untold as error:
+            log.info("a program is not kept, because it cannot be told what it computes: %s", error)
+            return compile_lowered(lowered, options)
+        file = _program_file(self._folder, digest)
+        program = _read_program(file, lowered.in_tree, lowered.out_tree, self._devices)
+        if program is not None:
+            self.found.append(digest)
+            self._digests[program] = digest
+            return program
+        with JAX_CACHE.off():
+            program = compile_lowered(lowered, options)
+        try:
+            data, _, _ = serialize_executable.serialize(program)
+            _write(file, zlib.compress(data, 1))
+            self._digests[program] = digest
+        except Exception as error:  # noqa: BLE001 # XLA may know programs that it cannot write
+            log.info("a compiled program is not kept: %s", error)
+        return program
+
+    def named(self, programs: Mapping[Any, jax.stages.Compiled]) -> dict[Any, Named]:
+        """Return what a set has of these programs, for those that `program` has given and that have files."""
+        return {
+            name: Named(self._digests[program], _numbered(program.in_tree), _numbered(program.out_tree))
+            for name, program in programs.items()
+            if program in self._digests
+        }
+
+
+def prune(folder: Path) -> None:
+    """Remove the sets that were used longest ago, and of the programs that no other set names those that were
+    used longest ago; see `MOST_FILES` and `MOST_OTHER_BYTES`. Never fails.
+    """
+    with contextlib.suppress(OSError):  # the folder may be one that can only be read
         _keep_latest(folder, "programs-*")
-    except Exception as error:  # noqa: BLE001 # XLA may know programs that it cannot write
-        log.info("the compiled programs are not kept as a whole: %s", error)
+        named = set[str]()
+        for file in folder.glob("programs-*"):
+            with contextlib.suppress(Exception):  # another form names none of these files
+                named.update(pickle.loads(_opened(file))[0])
+        most_bytes = MOST_OTHER_BYTES
+        for file, status in _by_use(folder, "program-*"):
+            if file.name.removeprefix("program-") not in named:
+                most_bytes -= status.st_size
+                if most_bytes < 0:
+                    file.unlink(missing_ok=True)
+
+
+class _JaxCache:
+    """JAX's own cache of compiled programs, which JAX has once for a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._was_on = False
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Have JAX compile what any thread asks for, and neither read nor write its cache, until the last
+        block that asks for that has ended.
+        """
+        with self._lock:
+            self._num_users += 1
+            if self._num_users == 1:
+                self._was_on = bool(jax.config.values["jax_enable_compilation_cache"])
+                self._turn(on=False)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if self._num_users == 0:
+                    self._turn(on=self._was_on)
+
+    def _turn(self, *, on: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", on)
+        compilation_cache.reset_cache()  # JAX asks for the setting once, unless it is told to ask again
+
+
+JAX_CACHE = _JaxCache()
 
 
 def _keep_latest(folder: Path, names: str) -> None:
     """Remove files of these names that were used longest ago, see `MOST_FILES`."""
-    files = sorted(folder.glob(names), key=lambda each: each.stat().st_mtime, reverse=True)
-    for old in files[MOST_FILES * jax.process_count() :]:
+    for old, _ in _by_use(folder, names)[MOST_FILES * jax.process_count() :]:
         old.unlink(missing_ok=True)
+
+
+def _by_use(folder: Path, names: str) -> list[tuple[Path, os.stat_result]]:
+    """Return the files of these names, beginning with the one that was used last."""
+    found = []
+    for file in folder.glob(names):
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+            found.append((file, file.stat()))
+    return sorted(found, key=lambda each: each[1].st_mtime, reverse=True)
 
 
 def _write(file: Path, data: bytes) -> None:
     """Replace a file as a whole; where that fails, nothing is left behind."""
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".programs-", delete=False) as part:
         try:
+            part.write(_seal(file, data))
             part.write(data)
             part.close()
             Path(part.name).replace(file)
@@ -193,26 +378,55 @@ def _write(file: Path, data: bytes) -> None:
             raise
 
 
-def _file(folder: Path, key: str) -> Path:
+def _read(file: Path) -> bytes:
+    """Read what was written to this file, and note that it was used. ValueError if it has anything else."""
+    data = _opened(file)
+    with contextlib.suppress(OSError):
+        os.utime(file)  # the folder may be one that can only be read
+    return data
+
+
+def _opened(file: Path) -> bytes:
+    content = file.read_bytes()
+    data = content[_SEAL_BYTES:]
+    if content[:_SEAL_BYTES] != _seal(file, data):
+        raise ValueError("it is cut, or not what was written under this name")
+    return data
+
+
+def _seal(file: Path, data: bytes) -> bytes:
+    """Return what stands before the data of a file, and tells that they are whole and have their name."""
+    return hashlib.sha256(file.name.encode() + hashlib.sha256(data).digest()).digest()
+
+
+def _program_file(folder: Path, digest: str) -> Path:
+    return folder / f"program-{digest}"
+
+
+def _set_file(folder: Path, key: str) -> Path:
     return folder / f"programs-{key}"
 
 
+def _numbered(tree: Any) -> Any:
+    """Turn JAX's description of a tree into a tree of numbers of this form, which `pickle` can write."""
+    return jax.tree.unflatten(tree, range(tree.num_leaves))
+
+
 def to_stored(program: jax.stages.Compiled) -> Stored:
-    """Turn a program into bytes, with trees of numbers in the form of its arguments and of its results:
-    `pickle` knows our classes, but not JAX's descriptions of such trees.
-    """
+    """Turn a program into bytes, with trees of numbers in the form of its arguments and of its results."""
     data, arguments, results = serialize_executable.serialize(program)
-    numbered = (jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in (arguments, results))
-    return (data, *numbered)
+    return data, _numbered(arguments), _numbered(results)
 
 
 def from_stored(stored: Stored, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    data, arguments, results = stored
+    data, *trees = stored
+    arguments, results = map(jax.tree.structure, trees)
+    return _loaded(data, arguments, results, devices)
+
+
+def _loaded(data: bytes, arguments: Any, results: Any, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
     program: jax.stages.Compiled = serialize_executable.deserialize_and_load(
-        data,
-        jax.tree.structure(arguments),
-        jax.tree.structure(results),
-        execution_devices=devices,
+        data, arguments, results, execution_devices=devices
     )
     return program
 
@@ -222,19 +436,37 @@ def _shape(array: Any) -> str:
 
 
 def _surroundings() -> Iterator[str]:
-    """Yield versions, the machine and settings."""
+    """Yield what the programs of an engine are made of that is not the engine's."""
     yield described(jax.ffi.ffi_call)  # tests put another in its place to call emulated kernels
-    yield platform.python_version()
-    for package in PACKAGES:
-        yield f"{package} {metadata.version(package)}"
-    yield platform.machine()
-    yield processor()
+    yield compiler_facts()
     for name, value in sorted(os.environ.items()):
         if name.startswith(_VARIABLES):
             yield f"{name}={value}"
-    for name, value in sorted(jax.config.values.items()):
-        if value is None or isinstance(value, str | int | float):
-            yield f"{name}={value}"
+
+
+def compiler_facts() -> str:
+    """Tell on what XLA's code for a module depends beside its options and devices: versions, the machine and
+    settings.
+    """
+    return "\n".join(
+        (
+            platform.python_version(),
+            *(f"{package} {metadata.version(package)}" for package in PACKAGES),
+            platform.machine(),
+            processor(),
+            *(f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES),
+            *(f"{name}={value!r}" for name, value in settings().items()),
+        )
+    )
+
+
+def settings() -> dict[str, Any]:
+    """Return JAX's settings, but for those that programs do not depend on."""
+    return {
+        name: value
+        for name, value in sorted(jax.config.values.items())
+        if (value is None or isinstance(value, str | int | float)) and not name.startswith(_OTHER_SETTINGS)
+    }
 
 
 def described(value: Any) -> str:

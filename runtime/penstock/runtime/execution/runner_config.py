@@ -60,7 +60,7 @@ class RunnerConfig:
     """Most steps of a decode program's loop; see `Plan.num_steps`."""
     show_progress: bool = True
     program_folder: Path | None = None
-    """Where compiled programs are kept as a whole (`program_store`); None: nowhere."""
+    """Where compiled programs and sets of them are kept (`program_store`); None: nowhere."""
     ahead: Ahead | None = None
     """What reads them before it is known which they are; None: nobody does."""
     compiled: Path | None = None
