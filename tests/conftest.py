@@ -173,7 +173,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SWEEP_S))
         if PLATFORM == "cpu" and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: PENSTOCK_TEST_PLATFORM=cuda"))
-    if settings.get_current_profile_name() == "penstock-few":
+    if config.getoption("--hypothesis-profile", None) == "penstock-few":
         draw_fewer_examples(items)
     places = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
