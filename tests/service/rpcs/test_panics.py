@@ -1,16 +1,22 @@
-"""Errors that are no Exception, such as panics of libraries in Rust, end their call like any other bug."""
+"""Errors that are no Exception, such as panics of libraries in Rust, end their call like any other bug, and
+what gRPC raises because the client is gone ends it as cancelled.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import grpc
 import pytest
 
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.service.access.callers import ANYBODY
 from penstock.service.rpcs.interceptors import PenstockInterceptor
 from penstock.service.telemetry.tracing.service_spans import Telemetry
-from penstock.service.usage.meter import Outcome, Usage
+from penstock.service.usage.meter import CURRENT_METER, Meter, Outcome, Usage
 from penstock.v1 import control_pb2, telemetry_pb2
 from tests.service.rig import WAIT_S, Rig, collect, failure_of, fake, generate, serving, stream, until
 
@@ -97,3 +103,47 @@ async def test_what_ends_the_process_or_the_task_stays_what_it_is(error: BaseExc
     context: Any = None  # nothing is sent
     with pytest.raises(type(error)):
         await interceptor._fail(error, interceptor._start("a/Method"), context)
+
+
+class _Gone:
+    """The context of a call whose client has gone: no status can be sent any more."""
+
+    def __init__(self, remaining_s: float | None) -> None:
+        self._remaining_s = remaining_s
+
+    def time_remaining(self) -> float | None:
+        return self._remaining_s
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    async def abort(self, *_: Any) -> None:
+        raise grpc.aio.InternalError("the client is gone")
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "code"), [(None, "CANCELLED"), (60.0, "CANCELLED"), (0.0, "DEADLINE_EXCEEDED")]
+)
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (grpc.aio.InternalError("a reply cannot be written"), Outcome.VANISHED),
+        (InvalidRequest([Violation("a", "b")]), Outcome.REFUSED),
+    ],
+    ids=["reply", "status"],
+)
+async def test_a_client_that_is_gone_when_something_is_sent_to_it_has_cancelled(
+    error: BaseException, outcome: Outcome, remaining_s: float | None, code: str
+) -> None:
+    ended: list[tuple[str, str]] = []
+    ledger = Ledger()
+    meters: Any = SimpleNamespace(
+        call_ended=lambda method, code, _: ended.append((method, code)), refused=lambda reason: None
+    )
+    interceptor = PenstockInterceptor(Telemetry(), meters=meters)
+    CURRENT_METER.set(Meter(ANYBODY, "a/Method", None, ledger))
+    with pytest.raises(asyncio.CancelledError):
+        await interceptor._fail(error, interceptor._start("a/Method"), cast("Any", _Gone(remaining_s)))
+    assert ended == [("a/Method", code)]
+    (usage,) = ledger.usages
+    assert usage.outcome is outcome
