@@ -16,6 +16,7 @@ from penstock.runtime.execution.program_set import Programs, StagePrograms
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import Call, GroupOptions, LeaderLink
 from penstock.runtime.following.joining import check_adapters, check_images, joined
+from penstock.runtime.following.leading import is_devices
 from penstock.runtime.following.repeating import Repeater
 from penstock.runtime.following.sharing import FollowedModel, FollowedUpdates
 from penstock.runtime.following.stages import StageRepeater, StageRunner
@@ -71,5 +72,7 @@ def follow(
                 repeater.repeat(record)
             else:
                 updates.take(record)
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if not is_devices(error):
+            raise
         raise GroupEnded(f"a collective failed: {error}") from error

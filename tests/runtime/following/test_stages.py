@@ -1,12 +1,17 @@
-"""Stages in several processes: in which order each process calls its own stage and the links to others, and
-what a follower has for its part. The programs are stand-ins that note their calls.
+"""Stages in several processes: what each process calls of its own stage and of the links to others, and which
+tokens the leader's calls have. The programs are stand-ins that note their calls.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -15,13 +20,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 
+from bench.drivers.over_grpc import free_port
+from penstock.runtime.errors import GroupEnded
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
-from penstock.runtime.execution.own_stage import Link, Links
-from penstock.runtime.execution.step_buffer import MAX_SAMPLES, SLOT
+from penstock.runtime.execution.own_stage import Links
+from penstock.runtime.execution.step_buffer import FEEDBACK, MAX_SAMPLES, NUM_TOKENS, SLOT
 from penstock.runtime.following.interface import Call, Kind
+from penstock.runtime.following.leading import _explained_by
 from penstock.runtime.following.stages import LastStageCalls, StageRepeater
 from tests.runtime.following.test_repeating import CONFIG as OF_TOYS
 from tests.runtime.following.test_repeating import Log
+from tests.support.passing import values
 
 CONFIG = dataclasses.replace(OF_TOYS, buckets=Buckets((4,), (4,), window_steps=()))
 KEY = ProgramKey(4, 4, decode_only=True)
@@ -29,15 +38,30 @@ PADDING = CONFIG.max_num_seqs
 """The slot of rows that are padding."""
 
 
-def packed(*slots: int, silent: tuple[int, ...] = ()) -> np.ndarray:
-    """Make the buffer of a step with a row for each of these slots. Those of `silent` sample nothing."""
+def packed(*slots: int, silent: tuple[int, ...] = (), given: int | None = None) -> np.ndarray:
+    """Make the buffer of a step with a row of one token for each of these slots, which is its last one or
+    `given`. Those of `silent` sample nothing.
+    """
     layout = CONFIG.layout(KEY, 1)
     buffer = np.zeros(layout.size, np.int32)
-    fields = layout.row_views(buffer[: layout.rows_size])[1]
+    _, fields, _, tokens = layout.views(buffer)
     fields[:, SLOT] = PADDING
     for row, slot in enumerate(slots):
-        fields[row, SLOT], fields[row, MAX_SAMPLES] = slot, slot not in silent
+        fields[row, [SLOT, NUM_TOKENS, MAX_SAMPLES]] = slot, 1, slot not in silent
+        tokens[row] = FEEDBACK if given is None else given
     return buffer
+
+
+class Chosen:
+    """The tokens of a step's rows, int32[1, R], which are known when they are read."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = np.array([[*tokens, *[0] * (KEY.rows - len(tokens))]], np.int32)
+        self.is_read = False
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.is_read = True
+        return self.tokens
 
 
 class Side:
@@ -47,7 +71,6 @@ class Side:
         self.calls: list[str] = []
         self.given: list[Any] = []
         """What the stage was given in each step."""
-        self.num_received = 0
         self.device: Any = SimpleNamespace(
             leaves=(),
             kv="kv",
@@ -60,15 +83,13 @@ class Side:
             SimpleNamespace(
                 given=None if is_first else self._link("given"),
                 passed=None if is_last else self._link("passed"),
-                tokens=self._link("tokens") if is_first or is_last else None,
             ),
         )
 
     def _link(self, name: str) -> Any:
         def receive(size: int) -> str:
             self.calls.append(f"receive {name}")
-            self.num_received += name == "tokens"
-            return f"{name} {self.num_received}"
+            return name
 
         return SimpleNamespace(receive=receive, send=lambda arrays: self.calls.append(f"send {name}"))
 
@@ -80,11 +101,6 @@ class Side:
     def noted(self, call: str, result: Any) -> Any:
         self.calls.append(call)
         return result
-
-    @property
-    def of_links(self) -> list[str]:
-        """The calls of links, by name."""
-        return [call.split()[1].replace("passed", "given") for call in self.calls if call != "compute"]
 
 
 def follower(side: Side) -> StageRepeater:
@@ -98,102 +114,115 @@ def follower(side: Side) -> StageRepeater:
     return StageRepeater(runner, programs, side.links, updates)
 
 
-def leader(side: Side, log: Log) -> LastStageCalls:
-    chosen = SimpleNamespace()
+def leader(side: Side, log: Log, *, num_stages: int = 3) -> LastStageCalls:
     programs: Any = SimpleNamespace(
-        steps={KEY: side.compute}, choices={4: lambda rows, logits, buffer, masks: (rows, chosen)}
+        steps={KEY: side.compute},
+        choices={4: lambda rows, logits, buffer, masks: (rows, SimpleNamespace(tokens=logits.chosen))},
     )
-    return LastStageCalls(programs, side.device, CONFIG, cast("Any", log), side.links)
+    return LastStageCalls(programs, side.device, CONFIG, cast("Any", log), side.links, num_stages=num_stages)
 
 
 def forward(*slots: int) -> Call:
     return Call(Kind.FORWARD, KEY.name, (packed(*slots),))
 
 
-def choice(*slots: int, silent: tuple[int, ...] = ()) -> Call:
-    return Call(Kind.CHOOSE, arrays=(packed(*slots, silent=silent),))
+def choice(*slots: int) -> Call:
+    return Call(Kind.CHOOSE, arrays=(packed(*slots),))
+
+
+def choose(calls: LastStageCalls, chosen: Chosen, buffer: np.ndarray) -> None:
+    logits: Any = SimpleNamespace(shape=(KEY.rows, 1), chosen=chosen)
+    calls.choose(logits, buffer[: CONFIG.layout(KEY, 1).rows_size], None)
+
+
+def sent(log: Log) -> list[int]:
+    """Return the input tokens of the last call."""
+    (buffer,) = log.calls[-1].arrays
+    return [int(token) for token in CONFIG.layout(KEY, 1).views(buffer)[3]]
+
+
+@given(st.integers(2, 4), st.lists(st.frozensets(st.integers(0, 3), min_size=1), max_size=14), st.data())
+def test_the_leaders_calls_have_the_tokens_that_were_chosen_last(
+    num_stages: int, steps: list[frozenset[int]], data: st.DataObject
+) -> None:
+    """And it waits for no choice behind the latest one that has a row of the step, unless more steps have
+    come since than can be in flight.
+    """
+    log = Log()
+    calls = leader(Side(is_last=True), log, num_stages=num_stages)
+    last, made = [0, 0, 0, 0], list[tuple[Chosen, frozenset[int]]]()
+    for number, slots in enumerate(steps):
+        given = 7 if data.draw(st.booleans()) else None  # as of a prompt
+        silent = tuple(data.draw(st.frozensets(st.sampled_from(sorted(slots)))))
+        buffer = packed(*slots, silent=silent, given=given)
+        read = [chosen.is_read for chosen, _ in made]
+        calls.forward(KEY, buffer)
+        wanted = [last[slot] if given is None else given for slot in slots]
+        assert sent(log) == [*wanted, *[0] * (KEY.rows - len(slots))]
+        needed = max((i for i, (_, rows) in enumerate(made) if rows & slots and given is None), default=-1)
+        assert [chosen.is_read for chosen, _ in made] == [
+            was_read or i <= needed for i, was_read in enumerate(read)
+        ]
+        if data.draw(st.booleans()):  # else the step only reads
+            tokens = [100 * number + slot for slot in slots]
+            made.append((Chosen(*tokens), slots - set(silent)))
+            choose(calls, made[-1][0], buffer)
+            for slot, token in zip(slots, tokens, strict=True):
+                last[slot] = last[slot] if slot in silent else token
+            assert not any(chosen.is_read for chosen, _ in made[len(made) - 1 :])
+            assert all(chosen.is_read for chosen, _ in made[: -num_stages - 1])
+
+
+def test_tokens_of_a_prompt_stay_as_they_are_beside_rows_that_decode() -> None:
+    log = Log()
+    calls = leader(Side(is_last=True), log)
+    choose(calls, Chosen(31), packed(2))
+    buffer = packed(0, 2)
+    _, fields, _, tokens = CONFIG.layout(KEY, 1).views(buffer)
+    fields[:2, NUM_TOKENS] = 3, 1
+    tokens[:] = 5, 6, 7, FEEDBACK
+    calls.forward(KEY, buffer)
+    assert sent(log) == [5, 6, 7, 31]
 
 
 @pytest.mark.parametrize(
-    ("before", "step", "expected"),
+    ("side", "expected"),
     [
-        ([], (0, 1), ["compute", "send passed"]),
-        ([choice(2, 3)], (0, 1), ["compute", "receive tokens", "send passed"]),
-        ([choice(1)], (0, 1), ["receive tokens", "compute", "send passed"]),
-        ([choice(1, silent=(1,))], (0, 1), ["compute", "receive tokens", "send passed"]),
-        ([choice(1), choice(2)], (0, 1), ["receive tokens", "compute", "send passed"]),
+        (Side(is_first=True), ["compute", "send passed"]),
+        (Side(), ["receive given", "compute", "send passed"]),
     ],
-    ids=["none", "of others", "its own", "a row that made none", "two choices"],
+    ids=["first", "between"],
 )
-def test_the_first_stage_waits_for_tokens_before_it_computes_only_where_a_row_reads_one(
-    before: list[Call], step: tuple[int, ...], expected: list[str]
-) -> None:
-    side = Side(is_first=True)
-    repeater = follower(side)
-    repeater.repeat(forward(2, 3))
-    side.calls.clear()
-    for call in [*before, forward(*step)]:
-        repeater.repeat(call)
-    assert side.calls == expected
-    zeros, given_now = side.given
-    assert zeros.tolist() == [0, 0, 0, 0]
-    assert given_now is zeros if expected[0] == "compute" else given_now == "tokens 1"
-
-
-def test_a_stage_between_others_passes_no_tokens() -> None:
-    side = Side()
+def test_a_stage_passes_a_step_whatever_the_stages_behind_it_do(side: Side, expected: list[str]) -> None:
+    """Nothing goes back to it."""
     repeater = follower(side)
     for call in (forward(0), choice(0), forward(0)):
         repeater.repeat(call)
-    assert side.calls == 2 * ["receive given", "compute", "send passed"]
+    assert side.calls == 2 * expected
 
 
-@given(st.lists(st.frozensets(st.integers(0, 3), min_size=1), max_size=12), st.data())
-def test_both_ends_of_the_links_are_called_in_the_same_order(
-    steps: list[frozenset[int]], data: st.DataObject
-) -> None:
-    """Otherwise each of two processes would wait for what the other one has not begun. And a row reads the
-    tokens of the latest choice that it has made: each step is chosen from before the next one is called.
-    """
-    log, last, first = Log(), Side(is_last=True), Side(is_first=True)
-    calls, repeater = leader(last, log), follower(first)
-    made: dict[int, int] = {}
-    num_choices = 0
-    for number, slots in enumerate(steps):
-        needed = max((made.get(slot, 0) for slot in slots), default=0)
-        logits: Any = SimpleNamespace(shape=(4, 1))
-        buffer = packed(*slots)
-        calls.forward(KEY, buffer)
-        for call in log.calls:
-            repeater.repeat(call)
-        log.calls.clear()
-        known = first.given[number]
-        assert (0 if not isinstance(known, str) else int(known.split()[1])) >= needed
-        if data.draw(st.booleans()):  # else the step only reads
-            calls.choose(logits, buffer, None)
-            num_choices += 1
-            made |= dict.fromkeys(slots, num_choices)
-    assert last.of_links == first.of_links
-    assert first.of_links.count("given") == len(steps)
-
-
-@pytest.mark.parametrize("does", ["send", "receive"])
-def test_the_loss_of_a_process_is_an_error_of_the_device(does: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "is_of_device"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: Connection reset by peer"), True),
+        (ValueError("UNKNOWN: Gloo collective permute failed: Connection reset by peer"), True),
+        (ValueError("INVALID_ARGUMENT: Executable expected parameter 0 of size 4"), False),
+        (ValueError("there is no program"), False),
+        (KeyError("UNKNOWN: "), False),
+    ],
+)
+def test_the_loss_of_a_process_is_told_as_the_groups_end(error: Exception, is_of_device: bool) -> None:
     """JAX raises a ValueError where XLA computes a small program within the call, as gloo's is here."""
-
-    def program(*arrays: Any) -> Any:
-        raise ValueError("UNKNOWN: Gloo collective permute failed: Connection reset by peer")
-
-    link: Any = object.__new__(Link)
-    link._programs, link._nothing, link._at_one_end = {1: program}, {1: []}, lambda array: array
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Connection reset by peer"):
-        getattr(link, does)(np.zeros(1) if does == "send" else 1)
+    log = Mock(explained=lambda error: GroupEnded(f"explained: {error}"))
+    expected = pytest.raises(GroupEnded, match="explained") if is_of_device else pytest.raises(type(error))
+    with expected, _explained_by(log):
+        raise error
 
 
 def test_what_concerns_the_last_stage_alone_is_left_out() -> None:
     side = Side(is_first=True)
     repeater = follower(side)
-    for kind in (Kind.ADMIT, Kind.PROMPT_LOGPROBS, Kind.HIDDEN_SUMS):
+    for kind in (Kind.CHOOSE, Kind.ADMIT, Kind.PROMPT_LOGPROBS, Kind.HIDDEN_SUMS):
         repeater.repeat(Call(kind, arrays=(packed(0),)))
     assert side.calls == []
     for call in (
@@ -208,7 +237,6 @@ def test_what_concerns_the_last_stage_alone_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        (choice(0), "no forward came before"),
         (Call(Kind.FORWARD, "other", (packed(0),)), "there is no program 'other'"),
         (Call(Kind.WINDOW, KEY.name, (packed(0),)), "makes no calls of the kind window"),
         (Call(Kind.GUESS, "4", (packed(0),)), "makes no calls of the kind guess"),
@@ -219,3 +247,36 @@ def test_what_concerns_the_last_stage_alone_is_left_out() -> None:
 def test_calls_that_no_leader_of_stages_makes_are_refused(call: Call, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         follower(Side(is_first=True)).repeat(call)
+
+
+@pytest.mark.ci
+def test_who_calls_a_link_waits_for_nobody() -> None:
+    """The receiver comes back from its call before the sender makes its own. So a leader goes on to plan and
+    to log steps while the stages before it compute.
+    """
+    coordinator = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "tests.support.passing"]
+    sender, receiver = (
+        subprocess.Popen(
+            [*command, str(process), coordinator], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for process in range(2)
+    )
+    ended = threading.Timer(300.0, receiver.kill)  # otherwise a call that waits would do so for ever
+    ended.start()
+    try:
+        assert receiver.stdout is not None
+        assert sender.stdin is not None
+        said = (line for line in receiver.stdout if not line.startswith("[Gloo]"))
+        assert next(said) == "called\n"
+        sender.stdin.write("go\n")
+        sender.stdin.flush()
+        assert json.loads(next(said)) == values().tolist()
+        for process in (sender, receiver):
+            process.wait(timeout=120)
+        assert (sender.returncode, receiver.returncode) == (0, 0)
+    finally:
+        ended.cancel()
+        for process in (sender, receiver):
+            process.kill()
+            process.communicate()

@@ -3,8 +3,10 @@ the links over which stages in two processes pass arrays.
 
 A link is a program that both processes call, a collective permute from the devices of one stage to those of
 the other. So what passes never is an object of Python's. XLA has the calls of one process wait for each
-other, in their order, and each call of a link waits for the other process. So the order of calls decides
-what two processes compute at the same time; see `following.stages`.
+other, in their order, and each call of a link waits for the other process. The caller must not wait: else the
+leader would make no plan, and log no call, before a step has passed all stages before the last one. But XLA
+computes a program within the call if it has fewer than 1,000 operations and its arguments are there, as those
+of a receiver always are. So a link's program also counts (`_COUNTS`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from penstock.runtime.ops.device_arrays import zeros
 
 _ENDS = "ends"
 """The axis of a link's two ends."""
+_COUNTS = 2048
+"""Additions in a link's program, which make XLA compute it beside the caller (XLA's `cheap_computation_`)."""
 
 
 class OwnStage(DeviceState):
@@ -98,29 +102,24 @@ class Link:
         self._passed, self._own = passed, NamedSharding(receiver, WHOLE)
         jobs = {size: partial(self._compiled, size) for size in sizes}
         self._programs = compile_all(jobs, threads=config.threads, show_progress=config.show_progress)
-        self._nothing: dict[int, list[jax.Array]] = {}
-        if receiver.devices.flat[0].process_index == jax.process_index():
-            self._nothing = {size: self._zeros(size) for size in sizes}
+        is_receiver = receiver.devices.flat[0].process_index == jax.process_index()
+        own = self._own if is_receiver else NamedSharding(sender, WHOLE)
+        (counts,) = zeros((_COUNTS,), np.dtype(np.int32), own)
+        self._counts = self._at_one_end(counts)
+        self._nothing = {size: self._zeros(size) for size in sizes} if is_receiver else {}
 
     def send(self, arrays: Any) -> None:
-        """Pass a tree of arrays. JaxRuntimeError if the other process is known to be lost."""
+        """Pass a tree of arrays, and do not wait for the other process."""
         leaves = jax.tree.leaves(arrays)
-        self._call(leaves[0].shape[0], list(map(self._at_one_end, leaves)))
+        self._programs[leaves[0].shape[0]](self._counts, *map(self._at_one_end, leaves))
 
     def receive(self, size: int) -> Any:
-        """Return the tree of arrays that the other process passes. JaxRuntimeError as `send`."""
-        made = self._call(size, self._nothing[size])
+        """Return the tree of arrays that the other process passes, and do not wait for it."""
+        _, *made = self._programs[size](self._counts, *self._nothing[size])
         return jax.tree.unflatten(
             jax.tree.structure(self._passed),
             [_of_shards((size, *each.shape[1:]), self._own, each) for each in made],
         )
-
-    def _call(self, size: int, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        try:
-            made: Sequence[jax.Array] = self._programs[size](*arrays)
-        except ValueError as error:  # so JAX says it where XLA has computed a small program within the call
-            raise jax.errors.JaxRuntimeError(str(error)) from error
-        return made
 
     def _at_one_end(self, array: jax.Array) -> jax.Array:
         """Return the array of both ends of which this process has what all of its devices have."""
@@ -135,16 +134,17 @@ class Link:
         ]
 
     def _compiled(self, size: int) -> jax.stages.Compiled:
-        def program(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(lax.ppermute(array, _ENDS, [(0, 1)]) for array in arrays)
+        def program(counts: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return counts + 1, *(lax.ppermute(array, _ENDS, [(0, 1)]) for array in arrays)
 
         spec = self._sharding.spec
         on_both = jax.shard_map(
             program, mesh=self._sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
+        passed = [((size, *each.shape[1:]), each.dtype) for each in jax.tree.leaves(self._passed)]
         given = [
-            jax.ShapeDtypeStruct((2 * size, *each.shape[1:]), each.dtype, sharding=self._sharding)
-            for each in jax.tree.leaves(self._passed)
+            jax.ShapeDtypeStruct((2 * rows, *others), dtype, sharding=self._sharding)
+            for (rows, *others), dtype in [((_COUNTS,), np.int32), *passed]
         ]
         return compile_program(on_both, *given, name=f"pass{size}")
 
@@ -164,8 +164,6 @@ class Links:
     """From the stage before; None for the first one."""
     passed: Link | None
     """To the next stage; None for the last one."""
-    tokens: Link | None
-    """By which the last stage passes the tokens of all slots to the first one; None for those between."""
 
 
 def links_of(builder: ProgramBuilder, backend: Backend) -> Links:
@@ -174,7 +172,6 @@ def links_of(builder: ProgramBuilder, backend: Backend) -> Links:
     assert stage is not None, "links are between stages"
     passed = builder.passed(builder.largest)
     sizes = sorted({key.tokens for key in config.buckets.keys()})  # noqa: SIM118 # no mapping
-    tokens = jax.ShapeDtypeStruct((config.max_num_seqs,), np.int32)
 
     def link(sender: int, receiver: int) -> Link:
         return Link(stages[sender], stages[receiver], passed, sizes, config)
@@ -183,7 +180,4 @@ def links_of(builder: ProgramBuilder, backend: Backend) -> Links:
     return Links(
         given=None if stage.is_first else link(number - 1, number),
         passed=None if stage.is_last else link(number, number + 1),
-        tokens=Link(stages[-1], stages[0], tokens, [config.max_num_seqs], config)
-        if stage.is_first or stage.is_last
-        else None,
     )

@@ -24,6 +24,12 @@ from penstock.runtime.following.interface import CHECKED, Call, DispatchLog, Kin
 from penstock.runtime.following.joining import check_adapters, check_images
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
+_STATUSES = tuple(
+    f"{status}: "
+    for status in ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNKNOWN")
+)
+"""How XLA's errors begin where a program was called as it should be."""
+
 
 class LeadingCalls(ProgramCalls):
     """Calls of programs that go into the log first, so that followers make them at the same time."""
@@ -173,5 +179,15 @@ def _explained_by(log: DispatchLog) -> Iterator[None]:
     """Raise GroupEnded in place of an error of the device: a collective fails if a process is lost."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if not is_devices(error):
+            raise
         raise log.explained(error) from error
+
+
+def is_devices(error: Exception) -> bool:
+    """Say whether an error is one of the device. Where XLA computes a small program within the call, as it
+    does with a small sum of a group's processes, JAX raises a ValueError of XLA's status in place of its own
+    error.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or str(error).startswith(_STATUSES)

@@ -2,21 +2,26 @@
 tokens, and each follower one of the others.
 
 In each step every process calls the program of its own stage, and the links to its neighbours
-(`execution.own_stage`). The leader passes the tokens of a choice to the first stage when the next step is
-called, because only then does it know that there is one. Until a call has been dispatched on both sides, the
-calls behind it may wait. So the first stage computes its part of a step before it takes the tokens of the
-step before, which the leader has not chosen yet, unless a row of the step has one of them as its input. The
-scheduler lets steps take turns in their rows, so that this is rare where there are rows for both.
+(`execution.own_stage`). So hidden states go from stage to stage, and a stage begins a step when the one
+before has passed it, whatever the other stages do.
+
+The tokens that the last stage has chosen go back to the first one with the leader's call of the next step
+that reads them, in its buffer (`LastTokens`). A link for them would hold up the other stages: a process makes
+its calls in their order, so between two of its own steps the first stage would wait for the end of a step
+that is two stages ahead. The leader reads the tokens anyway. Where it does not have one yet, it waits for it
+before it logs the call, and stages that have other rows go on.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
@@ -27,7 +32,7 @@ from penstock.runtime.execution.pipeline import row_fields
 from penstock.runtime.execution.program_set import Programs, StagePrograms
 from penstock.runtime.execution.runner import Ints, ModelRunner, ProgramCalls
 from penstock.runtime.execution.runner_config import RunnerConfig
-from penstock.runtime.execution.step_buffer import MAX_SAMPLES, SLOT
+from penstock.runtime.execution.step_buffer import FEEDBACK, MAX_SAMPLES, NUM_TOKENS, SLOT
 from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import Call, DispatchLog, Kind
@@ -37,6 +42,36 @@ from penstock.runtime.following.sharing import FollowedUpdates
 from penstock.runtime.models.stages import Stage
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_equal
+
+
+class LastTokens:
+    """The last token of each slot, on the host."""
+
+    def __init__(self, num_slots: int, *, num_stages: int) -> None:
+        self._tokens = np.zeros(num_slots, np.int32)
+        self._unread: deque[tuple[NDArray[np.intp], Ints, jax.Array]] = deque()
+        """Of the latest choices: the rows that made a token, their slots, and the tokens of all rows."""
+        self._num_stages = num_stages
+
+    def take(self, fields: Ints, tokens: jax.Array) -> None:
+        """Take in a choice: the fields of its rows, and their tokens int32[1, R] on the device."""
+        (rows,) = np.nonzero(fields[:, MAX_SAMPLES])
+        self._unread.append((rows, fields[rows, SLOT], tokens))
+        # With another step dispatched, so many are in flight at most. What was chosen before is known.
+        while len(self._unread) > self._num_stages + 1:
+            self._read()
+
+    def give(self, slots: Ints) -> Ints:
+        """Return the last tokens of these slots, int32[len(slots)]. This blocks until they are known."""
+        needed = [i for i, (_, chosen, _) in enumerate(self._unread) if np.isin(slots, chosen).any()]
+        for _ in range(needed[-1] + 1 if needed else 0):
+            self._read()
+        return self._tokens[slots]
+
+    def _read(self) -> None:
+        """Take in the oldest choice that is not read."""
+        rows, slots, tokens = self._unread.popleft()
+        self._tokens[slots] = np.asarray(tokens)[0, rows]
 
 
 class LastStageCalls(LeadingCalls):
@@ -49,23 +84,26 @@ class LastStageCalls(LeadingCalls):
         config: RunnerConfig,
         log: DispatchLog,
         links: Links,
+        *,
+        num_stages: int,
     ) -> None:
         super().__init__(programs, device, config, log)
         self._links = links
-        self._has_new_tokens = False
-        """Whether tokens were chosen that the first stage has not been passed."""
+        self._tokens = LastTokens(config.max_num_seqs, num_stages=num_stages)
 
     def forward(
         self, key: ProgramKey, packed: Ints, *, has_proposed: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """See `ProgramCalls`. Nobody proposes tokens."""
-        self._log.append(Call(Kind.FORWARD, key.name, (packed,)))
+        """See `ProgramCalls`. Nobody proposes tokens. The buffer gets the tokens that the first stage would
+        otherwise have to know. If a step in flight is about to choose one, this waits for it.
+        """
         device, links = self._device, self._links
-        assert links.tokens is not None, "the last stage has tokens"
         assert links.given is not None, "another stage comes before the last one"
-        if self._has_new_tokens:
-            links.tokens.send(device.rows.tokens)
-            self._has_new_tokens = False
+        _, fields, _, tokens = self._config.layout(key, len(device.num_pages)).views(packed)
+        slots = np.repeat(fields[:, SLOT], fields[:, NUM_TOKENS])  # of each token
+        (places,) = np.nonzero(tokens[: len(slots)] == FEEDBACK)
+        tokens[places] = self._tokens.give(slots[places])
+        self._log.append(Call(Kind.FORWARD, key.name, (packed,)))
         given = links.given.receive(key.tokens)
         device.kv, device.rows, logits, hidden = self.programs.steps[key](
             device.leaves, device.kv, device.rows, packed, given
@@ -76,8 +114,10 @@ class LastStageCalls(LeadingCalls):
         self, logits: jax.Array, packed: Ints, mask: Ints | None, checks: Ints | None = None
     ) -> Chosen:
         """See `ProgramCalls`."""
-        self._has_new_tokens = True
-        return super().choose(logits, packed, mask, checks)
+        chosen = super().choose(logits, packed, mask, checks)
+        num_groups = len(self._device.num_pages)
+        self._tokens.take(row_fields(self._config, logits.shape[0], num_groups, packed), chosen.tokens)
+        return chosen
 
 
 class LastStageRunner(LeadingRunner):
@@ -103,7 +143,8 @@ class LastStageRunner(LeadingRunner):
         """See `LeadingRunner`. This compiles the links."""
         links = links_of(self.device.builder(self.device.num_pages), self._backend)
         self._log.begin(program_facts(self, programs))
-        return LastStageCalls(programs, self.device, self.config, self._log, links)
+        num_stages = len(self._stages)
+        return LastStageCalls(programs, self.device, self.config, self._log, links, num_stages=num_stages)
 
     def _make_state(
         self,
@@ -164,15 +205,9 @@ class StageRepeater:
     ) -> None:
         self._runner, self._programs, self._links, self._updates = runner, programs, links, updates
         self._keys = {key.name: key for key in programs.steps}
-        self._rows = 0
-        """Rows of the last step's program."""
-        config = runner.config
-        self._tokens: jax.Array | None = None
-        """The last token of each slot, int32[S]; None where this is not the first stage."""
-        if links.tokens is not None:
-            self._tokens = put_equal(np.zeros(config.max_num_seqs, np.int32), runner.device.sharding)
-        self._new: frozenset[int] | None = None
-        """The slots with tokens of a choice that the leader has not passed yet; None: there is none."""
+        no_tokens = np.zeros(runner.config.max_num_seqs, np.int32)
+        self._no_tokens = put_equal(no_tokens, runner.device.sharding)
+        """What the first stage has in place of each slot's last token: the buffers have those."""
 
     def repeat(self, call: Call) -> None:
         """Make a call. ValueError for one that the leader's runner cannot have made."""
@@ -180,17 +215,11 @@ class StageRepeater:
         match call.kind:
             case Kind.FORWARD:
                 self._forward(call.program, *arrays)
-            case Kind.CHOOSE:
-                if not self._rows:
-                    raise ValueError("no forward came before")
-                fields = self._fields(arrays[0])
-                chosen = fields[fields[:, MAX_SAMPLES] > 0, SLOT].tolist()
-                self._new = (self._new or frozenset()).union(chosen)
             case Kind.TABLE_ROWS:
                 device.rows = programs.table_rows(device.rows, *arrays)
             case Kind.COPY_PAGES:
                 device.kv = programs.copy_pages(device.kv, *arrays)
-            case Kind.ADMIT | Kind.PROMPT_LOGPROBS | Kind.HIDDEN_SUMS:
+            case Kind.CHOOSE | Kind.ADMIT | Kind.PROMPT_LOGPROBS | Kind.HIDDEN_SUMS:
                 pass  # these concern the last stage
             case _:
                 repeat_change(call, self._runner, self._updates)
@@ -200,24 +229,9 @@ class StageRepeater:
         if program not in self._keys:
             raise ValueError(f"there is no program {program!r}")
         key, links, device = self._keys[program], self._links, self._runner.device
-        self._rows = key.rows
-        if self._new is not None and not self._new.isdisjoint(self._fields(packed)[:, SLOT].tolist()):
-            self._take_tokens()
-        given: Any = self._tokens if links.given is None else links.given.receive(key.tokens)
+        given: Any = self._no_tokens if links.given is None else links.given.receive(key.tokens)
         device.kv, device.rows, passed = self._programs.steps[key](
             device.leaves, device.kv, device.rows, packed, given
         )
-        self._take_tokens()
         assert links.passed is not None, "a follower has not the last stage"
         links.passed.send(passed)
-
-    def _take_tokens(self) -> None:
-        """Take the tokens that the leader passes now, if it has chosen some."""
-        if self._new is not None and self._links.tokens is not None:
-            self._tokens = self._links.tokens.receive(self._runner.config.max_num_seqs)
-        self._new = None
-
-    def _fields(self, packed: Ints) -> Ints:
-        """Return the fields of the rows of the last step."""
-        num_groups = len(self._runner.device.num_pages)
-        return row_fields(self._runner.config, self._rows, num_groups, packed)
