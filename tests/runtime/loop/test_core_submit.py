@@ -45,7 +45,7 @@ def test_a_prompt_is_hashed_without_the_lock(core, monkeypatch):
     make = PrefixCache._hash
 
     def noted(self: PrefixCache, data: bytes) -> bytes:
-        is_free = core.guard.lock.acquire(timeout=5)  # the engine's thread may hold it for a moment
+        is_free = core.guard.lock.acquire(timeout=60)  # the engine's thread may hold it for a moment
         if is_free:
             core.guard.lock.release()
         hashed.append(is_free and threading.current_thread() is threading.main_thread())
