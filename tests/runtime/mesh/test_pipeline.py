@@ -1,4 +1,4 @@
-"""The engine's and the server's own tests, with goldens whose layers are cut into two stages, or three:
+"""The engine's and the server's own tests, with goldens whose layers are cut into two to four stages:
 schedules in chunks, preempted, and with a shared prefix, log-probabilities, hidden states, a cache of int8,
 grammars, pauses and weight updates are as on one device.
 """
@@ -22,10 +22,12 @@ KINDS = (
     ("gemma4", 2, 1),  # shared keys and values, and embeddings for each layer
     ("gpt_oss", 2, 2),  # sinks
     ("gpt_oss", 3, 1),
+    ("gpt_oss", 4, 1),
     ("granite_hybrid", 2, 1),  # Mamba-2
     ("lfm2", 2, 2),  # short convolutions
     ("mistral_swa", 2, 1),  # one window for all layers
     ("qwen3_5", 3, 1),  # gated delta nets
+    ("qwen3_5", 4, 1),
 )
 """A golden for each kind of layer, the number of its stages, and of the devices of each stage. A run draws it
 together with the other tests of its golden.
