@@ -19,7 +19,7 @@ from penstock.runtime.loading.pooling import projection_files
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.model_files import read_json_object
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version of what leader and followers tell each other."""
 _PACKAGES = ("penstock", "jax", "jaxlib", "flax", "numpy")
 _OWN = frozenset(
