@@ -196,6 +196,8 @@ def test_a_program_that_calls_python_is_compiled_and_not_kept(tmp_path: Path) ->
     """What it calls is at an address of this process."""
     files = ProgramFiles(tmp_path, DEVICES)
     lowered = jax.jit(lambda x: jax.pure_callback(np.negative, SHAPE, x)).lower(SHAPE)
+    with pytest.raises(program_store.Untold, match="calls functions of this process"):
+        digest_of(lowered, None, DEVICES, "")
     program = files.program(lowered, None)
     np.testing.assert_array_equal(program(np.ones((3, 3), np.float32)), -np.ones((3, 3)))
     assert files.named({"one": program}) == {}
