@@ -37,13 +37,14 @@ from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.device_state import DeviceState, holds_for_attention, peak_temp_bytes
 from penstock.runtime.execution.images import encode_buckets
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
-from penstock.runtime.execution.pipeline import PipelineRunner
+from penstock.runtime.execution.own_stage import OwnStage
+from penstock.runtime.execution.pipeline import PipelineRunner, PipelineState
 from penstock.runtime.execution.program_store import Ahead
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.following.interface import DispatchLog
 from penstock.runtime.following.leading import LeadingRunner
-from penstock.runtime.following.stages import LastStageRunner, StageRunner
+from penstock.runtime.following.stages import LastStageRunner
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
 from penstock.runtime.grammar.vocabulary import rule_and_ends
@@ -147,18 +148,7 @@ def build(
         assert config.max_proposed_tokens is not None, "it has a number where tokens are proposed"
         text_guesses = min(config.max_proposed_tokens, CHECKED_ROWS - 1)
         shapes = dataclasses.replace(shapes, text_guesses=text_guesses, text_rows=CHECKED_ROWS)
-    parts = (model.graphdef, model.weights, model.cache, shapes, backend)
-    runner: ModelRunner
-    if backend.own_stage is not None and log_of_calls is not None:
-        runner = LastStageRunner(*parts, model.stages, log_of_calls)
-    elif backend.own_stage is not None:
-        runner = StageRunner(*parts, model.stages)
-    elif model.stages:
-        runner = PipelineRunner(*parts, model.stages)
-    elif log_of_calls is None:
-        runner = ModelRunner(*parts, model.draft, model.lookup_tokens)
-    else:
-        runner = LeadingRunner(*parts, model.draft, log_of_calls)
+    runner = _runner(model, shapes, backend, log_of_calls)
     batch_invariant = _is_batch_invariant(model, config, backend)
     is_native = batch_invariant if backend.needs_all_native else runner.device.decodes_natively
     if config.native == "require" and not is_native:
@@ -465,6 +455,26 @@ def laid_out(model: ServedModel, backend: Backend) -> ServedModel:
         draft = dataclasses.replace(draft, cache=draft.cache.laid_out(lanes))
     stages = (dataclasses.replace(stage, cache=stage.cache.laid_out(lanes)) for stage in model.stages)
     return dataclasses.replace(model, cache=model.cache.laid_out(lanes), draft=draft, stages=tuple(stages))
+
+
+def _runner(
+    model: ServedModel, shapes: RunnerConfig, backend: Backend, log_of_calls: DispatchLog | None
+) -> ModelRunner:
+    """Make the runner, and what it keeps on the device."""
+    if backend.own_stage is not None:
+        own = OwnStage(model.graphdef, model.weights, shapes, backend, model.stages)
+        if log_of_calls is None:
+            return ModelRunner(own, shapes)  # a follower's, whose steps `StageRepeater` makes
+        return LastStageRunner(own, shapes, log_of_calls)
+    if model.stages:
+        stages = PipelineState(model.graphdef, model.weights, shapes, backend, model.stages)
+        return PipelineRunner(stages, shapes)
+    device = DeviceState(
+        model.graphdef, model.weights, model.cache, shapes, backend, model.draft, text=model.lookup_tokens
+    )
+    if log_of_calls is None:
+        return ModelRunner(device, shapes)
+    return LeadingRunner(device, shapes, log_of_calls)
 
 
 def _free_bytes(

@@ -12,6 +12,7 @@ from penstock.runtime.building import build
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import GroupEnded
 from penstock.runtime.execution.backend import choose_backend
+from penstock.runtime.execution.own_stage import OwnStage
 from penstock.runtime.execution.program_set import Programs, StagePrograms
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import Call, GroupOptions, LeaderLink
@@ -19,7 +20,7 @@ from penstock.runtime.following.joining import check_adapters, check_images, joi
 from penstock.runtime.following.leading import is_devices
 from penstock.runtime.following.repeating import Repeater
 from penstock.runtime.following.sharing import FollowedModel, FollowedUpdates
-from penstock.runtime.following.stages import StageRepeater, StageRunner
+from penstock.runtime.following.stages import StageRepeater
 from penstock.runtime.loading.served_model import load_model
 from penstock.runtime.updating.update import update_threads
 
@@ -57,9 +58,9 @@ def follow(
     updates = FollowedUpdates(followed, link.report)
     repeater: Repeater | StageRepeater
     programs: Programs | StagePrograms
-    if isinstance(runner, StageRunner):
-        programs, links = runner.compiled_stage()
-        repeater = StageRepeater(runner, programs, links, updates)
+    if isinstance(runner.device, OwnStage):
+        programs = runner.device.builder(runner.device.num_pages).compile_stage()
+        repeater = StageRepeater(runner, programs, runner.device.links(), updates)
     else:
         programs = runner.compiled()
         repeater = Repeater(runner, programs, updates)

@@ -19,6 +19,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
 from penstock.runtime.execution.compilation import CompileCounter, compile_program, use_compilation_cache
+from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.request_programs import make_page_copies, pack_page_copies
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
@@ -66,7 +67,8 @@ def make_runner(
         max_decode_steps=max_decode_steps,
         show_progress=False,
     )
-    return ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
+    device = DeviceState(model.graphdef, model.weights, model.cache, config, toy_backend())
+    return ModelRunner(device, config)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from penstock.runtime.errors import GroupEnded
 from penstock.runtime.execution.buckets import Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import ModelRunner
@@ -72,7 +73,8 @@ def test_a_follower_chooses_the_same_tokens_where_some_are_proposed() -> None:
     log: Any = Log()
     no_updates: Any = None
     parts = (model.graphdef, model.weights, model.cache, CONFIG, toy_backend())
-    leader, follower = LeadingRunner(*parts, None, log), ModelRunner(*parts)
+    leader = LeadingRunner(DeviceState(*parts), CONFIG, log)
+    follower = ModelRunner(DeviceState(*parts), CONFIG)
     programs = compiled(leader, follower)
     repeater = Repeater(follower, programs, no_updates)
 
@@ -148,7 +150,8 @@ def test_a_follower_guesses_what_the_leader_guesses() -> None:
     no_updates: Any = None
     config = dataclasses.replace(CONFIG, drafted_tokens=4)
     parts = (model.graphdef, model.weights, model.cache, config, toy_backend(), draft)
-    leader, follower = LeadingRunner(*parts, log), ModelRunner(*parts)
+    leader = LeadingRunner(DeviceState(*parts), config, log)
+    follower = ModelRunner(DeviceState(*parts), config)
     programs = compiled(leader, follower)
     repeater = Repeater(follower, programs, no_updates)
     known = [1, 2, 3]

@@ -23,6 +23,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.execution.backend import Backend, choose_backend, mesh_of
 from penstock.runtime.execution.buckets import Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.loading.served_model import ServedModel
@@ -138,7 +139,8 @@ def toy_runner(model: ServedModel, buckets: Buckets, *, num_snapshots: int = 0) 
         max_decode_steps=4,
         show_progress=False,
     )
-    runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
+    device = DeviceState(model.graphdef, model.weights, model.cache, config, toy_backend())
+    runner = ModelRunner(device, config)
     runner.initialize_kv_cache((64,))
     runner.compile()
     yield runner

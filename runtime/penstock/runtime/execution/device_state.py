@@ -99,6 +99,11 @@ class DeviceState:
             self.text = jax.device_put(text_tables(known, config.text_guesses), self.sharding)
         backend.use_huge_pages((*self.leaves, *self.draft_leaves, *self.adapters))
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of the model's layers, each of which has page tables of its own."""
+        return len(self._own_cache.windows)
+
     # -- weights --
 
     @property

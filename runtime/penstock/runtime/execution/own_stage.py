@@ -53,6 +53,7 @@ class OwnStage(DeviceState):
         have.
         """
         assert backend.own_stage is not None, "another process has the other stages"
+        self._of_all_stages = backend
         stage, own_backend = stages[backend.own_stage], backend.of_stage(backend.own_stage)
         # Only the last stage samples, so the others need no penalties and no biases.
         without_features = dataclasses.replace(config, feature_slots=0)
@@ -74,6 +75,10 @@ class OwnStage(DeviceState):
         """See `DeviceState`. What the first stage passes is told by its shapes."""
         first = None if self._first is None else self._first(num_pages)
         return dataclasses.replace(super().builder(num_pages), first=first)
+
+    def links(self) -> Links:
+        """Compile the links to the neighbours, for a cache that is allocated: see `links_of`."""
+        return links_of(self.builder(self.num_pages), self._of_all_stages)
 
 
 def _of_stage(weights: Any, stage: Stage) -> Any:

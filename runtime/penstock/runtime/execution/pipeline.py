@@ -28,7 +28,6 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device_state import DeviceState, flat_leaves
-from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.program_set import ProgramBuilder, Programs, StagePrograms
 from penstock.runtime.execution.runner import Ints, ModelRunner, ProgramCalls
@@ -37,7 +36,6 @@ from penstock.runtime.execution.step_buffer import MAX_SAMPLES, SLOT
 from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.stages import Stage
-from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import zeros
 
 
@@ -269,32 +267,7 @@ class PipelineRunner(ModelRunner):
 
     device: PipelineState
 
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        weights: Any,
-        cache: CacheSpec,
-        config: RunnerConfig,
-        backend: Backend,
-        stages: Sequence[Stage],
-    ) -> None:
-        """See `ModelRunner`. `weights`: see `PipelineState`."""
-        self._stages = stages
-        super().__init__(graphdef, weights, cache, config, backend)
-
     def make_calls(self, programs: Programs) -> ProgramCalls:
         """See `ModelRunner`. This compiles the programs of the other stages."""
         before = self.device.compile_before()
         return PipelineCalls(programs, self.device, self.config, before, len(self.device.num_pages))
-
-    def _make_state(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        weights: Any,
-        cache: CacheSpec,
-        config: RunnerConfig,
-        backend: Backend,
-        draft: DraftModel | None,
-        text: NDArray[np.int32] | None,
-    ) -> DeviceState:
-        return PipelineState(graphdef, weights, config, backend, self._stages)

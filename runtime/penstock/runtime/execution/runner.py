@@ -19,17 +19,14 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.profiler import TraceAnnotation
 from numpy.typing import NDArray
 
 from penstock.runtime.errors import ConfigError, NonFiniteLogits
 from penstock.runtime.execution import hidden_rows, prompt_logprobs
-from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import CompileCounter
 from penstock.runtime.execution.device_state import DeviceState
-from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.hidden_rows import HiddenRows, sums_buffer
 from penstock.runtime.execution.images import EncodeCall, encode_call, needs_sections
 from penstock.runtime.execution.program_set import Programs, adapter_shape
@@ -43,7 +40,6 @@ from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
 from penstock.runtime.grammar.masks.mask_thread import Ahead
 from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import StepShape
-from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_equal
 from penstock.runtime.ops.sampler import read_logprobs
 from penstock.runtime.ops.sampling_codes import NON_FINITE
@@ -418,25 +414,12 @@ class _Packed(NamedTuple):
 class ModelRunner:
     """Compiles and runs steps of one model: the loop's `Runner` on a device of JAX's."""
 
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        weights: Any,
-        cache: CacheSpec,
-        config: RunnerConfig,
-        backend: Backend,
-        draft: DraftModel | None = None,
-        text: NDArray[np.int32] | None = None,
-    ) -> None:
-        """`weights`: the model's state on the backend's devices. `graphdef`: its static half (see
-        nnx.split). `draft`: guesses tokens, where plans want that; None: there is none. `text`: see
-        `DeviceState`.
-        """
+    def __init__(self, device: DeviceState, config: RunnerConfig) -> None:
+        """`device`: what the runner keeps on the device, which `shutdown` frees."""
         self.config = config
         self.compiles_after_warmup = CompileCounter()
-        self.device = self._make_state(graphdef, weights, cache, config, backend, draft, text)
-        """What the runner keeps on the device."""
-        self._slots = Slots(config, len(cache.windows))
+        self.device = device
+        self._slots = Slots(config, device.num_groups)
         filler = MaskFiller(mask_threads(config.threads))
         self._step_masks = StepMasks(filler.fill_all, in_parallel=filler.is_parallel)
         self._calls: ProgramCalls | None = None
@@ -483,18 +466,6 @@ class ModelRunner:
         if self._calls is None:
             raise ConfigError("nothing is compiled")
         return self._calls
-
-    def _make_state(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        weights: Any,
-        cache: CacheSpec,
-        config: RunnerConfig,
-        backend: Backend,
-        draft: DraftModel | None,
-        text: NDArray[np.int32] | None,
-    ) -> DeviceState:
-        return DeviceState(graphdef, weights, cache, config, backend, draft, text=text)
 
     # -- memory --
 

@@ -10,10 +10,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device_state import DeviceState
-from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.images import EncodeCall
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import AwaitingTokens, Ints, ModelRunner, PendingStep, ProgramCalls
@@ -113,19 +111,10 @@ class LeadingRunner(ModelRunner):
     group's end. ConfigError for images, and places of adapters, that no call can have.
     """
 
-    def __init__(
-        self,
-        graphdef: Any,
-        weights: Any,
-        cache: Any,
-        config: RunnerConfig,
-        backend: Backend,
-        draft: DraftModel | None,
-        log: DispatchLog,
-    ) -> None:
+    def __init__(self, device: DeviceState, config: RunnerConfig, log: DispatchLog) -> None:
         check_images(config.vision, config.encode_buckets)
         check_adapters(config)
-        super().__init__(graphdef, weights, cache, config, backend, draft)
+        super().__init__(device, config)
         self._log = log
 
     def compile(self) -> None:

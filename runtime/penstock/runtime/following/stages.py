@@ -15,19 +15,15 @@ before it logs the call, and stages that have other rows go on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from numpy.typing import NDArray
 
-from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device_state import DeviceState
-from penstock.runtime.execution.draft_model import DraftModel
-from penstock.runtime.execution.own_stage import Links, OwnStage, links_of
+from penstock.runtime.execution.own_stage import Links, OwnStage
 from penstock.runtime.execution.pipeline import row_fields
 from penstock.runtime.execution.program_set import Programs, StagePrograms
 from penstock.runtime.execution.runner import Ints, ModelRunner, ProgramCalls
@@ -39,8 +35,6 @@ from penstock.runtime.following.interface import Call, DispatchLog, Kind
 from penstock.runtime.following.leading import LeadingCalls, LeadingRunner
 from penstock.runtime.following.repeating import repeat_change
 from penstock.runtime.following.sharing import FollowedUpdates
-from penstock.runtime.models.stages import Stage
-from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_equal
 
 
@@ -125,74 +119,12 @@ class LastStageRunner(LeadingRunner):
 
     device: OwnStage
 
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        weights: Any,
-        cache: CacheSpec,
-        config: RunnerConfig,
-        backend: Backend,
-        stages: Sequence[Stage],
-        log: DispatchLog,
-    ) -> None:
-        """See `ModelRunner`. `weights`: see `OwnStage`."""
-        self._stages, self._backend = stages, backend
-        super().__init__(graphdef, weights, cache, config, backend, None, log)
-
     def make_calls(self, programs: Programs) -> ProgramCalls:
         """See `LeadingRunner`. This compiles the links."""
-        links = links_of(self.device.builder(self.device.num_pages), self._backend)
+        links = self.device.links()
         self._log.begin(program_facts(self, programs))
         num_stages = len(self._stages)
         return LastStageCalls(programs, self.device, self.config, self._log, links, num_stages=num_stages)
-
-    def _make_state(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        weights: Any,
-        cache: CacheSpec,
-        config: RunnerConfig,
-        backend: Backend,
-        draft: DraftModel | None,
-        text: Any,
-    ) -> DeviceState:
-        return OwnStage(graphdef, weights, config, backend, self._stages)
-
-
-class StageRunner(ModelRunner):
-    """A follower's runner, of its stage. It makes no steps: see `StageRepeater`."""
-
-    device: OwnStage
-
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        weights: Any,
-        cache: CacheSpec,
-        config: RunnerConfig,
-        backend: Backend,
-        stages: Sequence[Stage],
-    ) -> None:
-        """See `ModelRunner`. `weights`: see `OwnStage`."""
-        self._stages, self._backend = stages, backend
-        super().__init__(graphdef, weights, cache, config, backend)
-
-    def compiled_stage(self) -> tuple[StagePrograms, Links]:
-        """Compile the programs of the stage, and its links."""
-        builder = self.device.builder(self.device.num_pages)
-        return builder.compile_stage(), links_of(builder, self._backend)
-
-    def _make_state(
-        self,
-        graphdef: nnx.GraphDef[Any],
-        weights: Any,
-        cache: CacheSpec,
-        config: RunnerConfig,
-        backend: Backend,
-        draft: DraftModel | None,
-        text: Any,
-    ) -> DeviceState:
-        return OwnStage(graphdef, weights, config, backend, self._stages)
 
 
 class StageRepeater:
@@ -201,7 +133,7 @@ class StageRepeater:
     """
 
     def __init__(
-        self, runner: StageRunner, programs: StagePrograms, links: Links, updates: FollowedUpdates
+        self, runner: ModelRunner, programs: StagePrograms, links: Links, updates: FollowedUpdates
     ) -> None:
         self._runner, self._programs, self._links, self._updates = runner, programs, links, updates
         self._keys = {key.name: key for key in programs.steps}
