@@ -12,11 +12,12 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.adapters.registry import AdapterRegistry
@@ -29,7 +30,7 @@ from penstock.runtime.errors import (
     UnknownUpdate,
     UnsupportedFeature,
 )
-from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.loading.dtypes import DTYPES
 from penstock.runtime.loop.changes import Change
@@ -60,6 +61,17 @@ TENSORS = {
     "model.norm.weight": SentTensor("model.norm.weight", "F32", (8,)),
 }
 """The weights that the engine says it has. `tests/service/updatable.py` has some."""
+
+
+@lru_cache(maxsize=8)
+def compiler_of(backend: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
+    """Make a compiler of grammars, or return the tokenizer's own. Each starts a process, which on a busy
+    machine takes longer than the usual limit.
+    """
+    config = CompilerConfig(time_limit_s=60.0)
+    return GrammarCompiler.from_tokenizer(
+        backend, vocab_size=vocab_size, eos_token_ids=eos_token_ids, config=config
+    )
 
 
 class HeldScheduler(Scheduler):
@@ -351,9 +363,7 @@ class FakeEngine(EngineCore):
     def grammars(self) -> GrammarCompiler | None:
         if self.text is None or self.text.backend is None:
             return None
-        return GrammarCompiler.from_tokenizer(
-            self.text.backend, vocab_size=self.info.vocab_size, eos_token_ids=self.info.eos_token_ids
-        )
+        return compiler_of(self.text.backend, self.info.vocab_size, self.info.eos_token_ids)
 
     def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [(name, DTYPES[sent.dtype].name, sent.shape) for name, sent in TENSORS.items()]

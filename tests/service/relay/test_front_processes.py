@@ -212,6 +212,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     asyncio.run(until(condition))
 
 
+@pytest.mark.ci
 def test_sigterm_finishes_what_runs_in_front_processes() -> None:
     """It comes to all processes of the group, as from a terminal or a service manager."""
     with fake_process("--port", "0", "--grace", "60", "--front-processes", "2") as server:

@@ -192,7 +192,12 @@ async def test_a_grammar_that_was_too_costly_to_follow_is_refused_at_once(monkey
     """
     for name in ("REQUEST_S", "OUTPUT_S"):
         monkeypatch.setattr(budget, name, 0.0)
-    async with serving() as rig:
+    engine = fake()
+    assert CODEC.backend is not None
+    engine.__dict__["grammars"] = GrammarCompiler.from_tokenizer(
+        CODEC.backend, vocab_size=VOCAB, eos_token_ids=[EOS], config=CompilerConfig(time_limit_s=60.0)
+    )
+    async with serving(engine) as rig:
         asked = {"constraint": {"regex": "[a-z]*"}, "sampling": {"n": 3}}
         failure = await failure_of(rig.inference.Generate(generate("a", **asked)))
         assert (failure.code.name, list(failure.violations)) == ("INVALID_ARGUMENT", ["constraint.regex"])

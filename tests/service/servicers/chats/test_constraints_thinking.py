@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.v1 import types_pb2
 from tests.service.codecs import END_THINK, QWEN_VOCAB, THINK, qwen_codec
 from tests.service.rig import collect, fake, generate, ids, joined, serving, stream
@@ -23,26 +21,11 @@ CODEC = qwen_codec()
 OPENED, SILENT = "u:hi|a:<think>", "u:hi|a:"
 
 
-COMPILER: list[GrammarCompiler] = []
-"""One compiler for all tests, because its processes take a second to start."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler() -> Iterator[None]:
-    backend = CODEC.backend
-    assert backend is not None
-    COMPILER.append(GrammarCompiler.from_tokenizer(backend, vocab_size=QWEN_VOCAB, eos_token_ids=(EOS,)))
-    yield
-    COMPILER.pop().close()
-
-
 def engine(script: str, prompt: str, **options: Any) -> Any:
     """Make an engine that writes the script, which may hold markers, to the prompt."""
     scripts = {prompt: CODEC.encode(script, add_special_tokens=False)}
     fields = {"codec": CODEC, "vocab_size": QWEN_VOCAB, "max_model_len": 2000, "scripts": scripts}
-    made = fake(**{**fields, **options})
-    made.grammars = COMPILER[0]
-    return made
+    return fake(**{**fields, **options})
 
 
 def asked(prompt: str) -> types_pb2.ChatPrompt:

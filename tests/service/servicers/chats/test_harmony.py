@@ -41,7 +41,7 @@ def engine(script: str, prompt: str = PROMPT, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
+@pytest.mark.parametrize("tokens_per_step", [1, pytest.param(3, marks=pytest.mark.ci), 1000])
 @pytest.mark.parametrize(
     ("script", "expected"),
     [

@@ -95,7 +95,7 @@ def said(output):
     return output.text, output.reasoning, calls
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
+@pytest.mark.parametrize("tokens_per_step", [1, pytest.param(3, marks=pytest.mark.ci), 1000])
 async def test_words_reasoning_and_calls_are_told_apart(tokens_per_step):
     """Every token id is there, in order, also those of the markers."""
     async with serving(qwen(f"{THOUGHT}I look.\n{CALLS}", tokens_per_step=tokens_per_step)) as rig:
@@ -204,7 +204,7 @@ async def test_a_required_call_lets_a_good_one_be():
         assert list(output.token_ids).count(CALL) == 2, "enforced all the same"
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
+@pytest.mark.parametrize("tokens_per_step", [1, pytest.param(3, marks=pytest.mark.ci), 1000])
 async def test_an_output_may_be_kept_to_one_call(tokens_per_step):
     """It ends with its first call, and the engine is told so. An output that calls nothing is as ever."""
     asked = chat(parallel_tool_calls=False)
@@ -269,7 +269,7 @@ async def test_text_prompts_are_not_taken_apart():
 # -- with other options --
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 5, 1000])
+@pytest.mark.parametrize("tokens_per_step", [1, pytest.param(5, marks=pytest.mark.ci), 1000])
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_strings_are_found_in_all_that_is_written(include, tokens_per_step):
     """In text, in reasoning, and in a call: a stop at its end leaves the call whole, one within it cuts it

@@ -156,7 +156,7 @@ async def test_its_deadline_passes(receiver: OtlpReceiver) -> None:
             rig.engine.step(2)
             await until(lambda: rig.engine.num_steps == 2 or failing.done())  # noqa: B023 -- awaited here
             assert (await failing).code.name == "DEADLINE_EXCEEDED"
-            await until(lambda: len(rig.engine.cancelled) == len(rig.engine.seen))  # noqa: B023
+            await until(lambda: len(rig.engine.cancelled) == len(rig.engine.seen))
             if rig.engine.num_steps == 2:
                 break
     trace = Trace(receiver, name)
