@@ -182,6 +182,22 @@ async def test_a_large_message_that_is_read_steadily_goes_on() -> None:
         assert len(peer.body(call)) > MIB
 
 
+async def test_a_call_that_has_nothing_to_tell_goes_on() -> None:
+    """As a watch of health, whose handler writes by itself: nothing is late once a message has been taken."""
+
+    class Taken:
+        """A context whose client takes each message at once."""
+
+        async def write(self, message: bytes) -> None:
+            pass
+
+    sends = ending.Sends(0.0, StallLog())
+    send = sends.start("grpc.health.v1.Health/Watch")
+    await send.followed(Taken()).write(b"")
+    await asyncio.sleep(ending.LAST_WORDS_S + 2 * ending.SECOND_LOOK_S)
+    assert (send.gave_up, sends.num_stalled) == (False, 0)
+
+
 def test_large_messages_have_more_time() -> None:
     """As much as a slow network needs."""
     sends = ending.Sends(30.0, Any)  # type: ignore[arg-type]
