@@ -12,11 +12,23 @@ import jax
 import numpy as np
 
 from penstock.runtime.execution.backend import mesh_of
+from penstock.runtime.execution.buckets import Buckets
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.execution.own_stage import Link
-from tests.runtime.following.test_repeating import CONFIG
+from penstock.runtime.execution.runner_config import RunnerConfig
 
 ROWS, SIZE = 2, 3
+CONFIG = RunnerConfig(
+    buckets=Buckets((16,), (8,)),
+    max_num_seqs=4,
+    max_model_len=64,
+    page_size=4,
+    dtype=np.dtype(np.float32),
+    kv_dtype=np.dtype(np.float32),
+    vocab_size=50,
+    eos_token_ids=(0,),
+    show_progress=False,
+)
 
 
 def values() -> np.ndarray:
