@@ -54,6 +54,8 @@ class OwnStage(DeviceState):
         """
         assert backend.own_stage is not None, "another process has the other stages"
         self._of_all_stages = backend
+        self.num_stages = len(stages)
+        """Of the whole model."""
         stage, own_backend = stages[backend.own_stage], backend.of_stage(backend.own_stage)
         # Only the last stage samples, so the others need no penalties and no biases.
         without_features = dataclasses.replace(config, feature_slots=0)

@@ -121,10 +121,9 @@ class LastStageRunner(LeadingRunner):
 
     def make_calls(self, programs: Programs) -> ProgramCalls:
         """See `LeadingRunner`. This compiles the links."""
-        links = self.device.links()
+        device, links = self.device, self.device.links()
         self._log.begin(program_facts(self, programs))
-        num_stages = len(self._stages)
-        return LastStageCalls(programs, self.device, self.config, self._log, links, num_stages=num_stages)
+        return LastStageCalls(programs, device, self.config, self._log, links, num_stages=device.num_stages)
 
 
 class StageRepeater:
