@@ -184,6 +184,8 @@ class TextCodec:
         """
         if self._rule is None:
             return None
+        if self._tokenizer.longest_token is not None:
+            return self._tokenizer.longest_token
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod

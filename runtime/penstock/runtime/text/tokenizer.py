@@ -48,6 +48,8 @@ class LoadedTokenizer:
     """The model's template, or several by their names."""
     class_name: str
     """The class that loads it in transformers."""
+    longest_token: int | None = None
+    """How many characters the longest token has; None: whoever wants to know it must look at all of them."""
 
 
 @dataclass(frozen=True, slots=True)

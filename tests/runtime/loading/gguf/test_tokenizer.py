@@ -6,16 +6,20 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.convert_slow_tokenizer import TikTokenConverter, generate_merges
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.gguf.file import GgufFile, read_gguf
-from penstock.runtime.loading.gguf.tokenizer import _PRE, _pre_tokenizer, find_tokenizer
+from penstock.runtime.loading.gguf.tokenizer import _PRE, _merges, _pre_tokenizer, find_tokenizer
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
+from penstock.runtime.ops.native import library
 from penstock.runtime.text.codec import TextCodec
 from tests.support.gguf_bytes import header, padded, typed
 from tests.support.gguf_tokenizers import metadata_of
@@ -238,3 +242,22 @@ def test_a_template_that_is_no_template_is_refused() -> None:
     keys = {**_TINY, "tokenizer.chat_template": "{% if %}"}
     with pytest.raises(ConfigError, match=r"m\.gguf: tokenizer\.chat_template is no valid chat template"):
         find_tokenizer(GgufFile(Path("m.gguf"), keys, {}))
+
+
+_PIECES = st.dictionaries(
+    st.text("ab▁é🙂", min_size=1, max_size=6), st.sampled_from([-3.0, -2.5, -1.0, 0.0]), max_size=60
+)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@given(pieces=_PIECES)
+def test_merges_are_all_pairs_of_pieces_that_are_a_piece(is_native: bool, pieces: dict[str, float]) -> None:
+    """Native code, and the loop in its place, find them in the order that transformers derives them in."""
+    native = library.load() if is_native else None
+    with mock.patch.object(library, "loaded", return_value=native):
+        found = _merges(pieces)
+    pairs = [(left, right) for left in pieces for right in pieces if left + right in pieces]
+    assert found == sorted(pairs, key=lambda pair: (-pieces["".join(pair)], -len(pair[0]), *pair))
+    distinct = {piece: float(i) for i, piece in enumerate(pieces)}
+    with mock.patch.object(library, "loaded", return_value=native):
+        assert _merges(distinct) == generate_merges(dict.fromkeys(pieces, 0), distinct)

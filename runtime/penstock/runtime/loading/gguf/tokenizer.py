@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
@@ -19,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from penstock.runtime.chat.template_reading import check_template
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.gguf.file import GgufFile
+from penstock.runtime.ops.native.merges import find_merges
 from penstock.runtime.text.tokenizer import NAMED_TOKENS, LoadedTokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -129,8 +131,8 @@ class _Metadata:
     def listed(self, key: str, kind: type) -> list[Any]:
         """Read a list of values of exactly this type; an empty one if it is absent."""
         values: list[Any] = self.value(key, list) or []
-        wrong = next((i for i, value in enumerate(values) if type(value) is not kind), None)
-        if wrong is not None:
+        if not {kind}.issuperset(map(type, values)):
+            wrong = next(i for i, value in enumerate(values) if type(value) is not kind)
             raise self.error(key, f"must be a list of {kind.__name__}, which entry {wrong} is not")
         return values
 
@@ -151,10 +153,7 @@ def find_tokenizer(file: GgufFile) -> LoadedTokenizer | None:
     types = data.listed("tokenizer.ggml.token_type", int) or [_NORMAL] * len(tokens)
     if not tokens or len(types) != len(tokens):
         raise data.error("tokenizer.ggml.token_type", f"has {len(types)} types for {len(tokens)} tokens")
-    ids: dict[str, int] = {}
-    for i, token in enumerate(tokens):
-        if token and not (types[i] == _UNUSED and _FILLING.fullmatch(token)):
-            ids.setdefault(token, i)
+    ids = _ids(tokens, types)
     try:
         tokenizer = _byte_level(data, ids) if kind == "gpt2" else _sentence_piece(data, ids, tokens, types)
         _add_tokens(tokenizer, file, kind, tokens, types)
@@ -163,6 +162,18 @@ def find_tokenizer(file: GgufFile) -> LoadedTokenizer | None:
         raise
     except Exception as error:  # `tokenizers` may raise anything for a vocabulary that it does not expect
         raise data.error("tokenizer.ggml.tokens", f"makes no tokenizer: {error}") from error
+
+
+def _ids(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    """Map tokens to ids. Of several with one text the first one counts, and filling does not."""
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
+    if _UNUSED not in types and "" not in ids and len(ids) == len(tokens):
+        return ids  # a large vocabulary is mostly so, and has no time for the loop below
+    ids = {}
+    for i, token in enumerate(tokens):
+        if token and not (types[i] == _UNUSED and _FILLING.fullmatch(token)):
+            ids.setdefault(token, i)
+    return ids
 
 
 def _byte_level(data: _Metadata, ids: Mapping[str, int]) -> Tokenizer:
@@ -236,6 +247,11 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return every pair of pieces that makes a piece, the one of the highest score first, as transformers
     derives merges of a SentencePiece vocabulary.
     """
+    pieces = list(scores)
+    places = find_merges(pieces, np.array(list(scores.values()), np.float64))
+    if places is not None:
+        texts = np.array(pieces, object)
+        return list(zip(texts[places[:, 0]].tolist(), texts[places[:, 1]].tolist(), strict=True))
     found: list[tuple[float, int, str, str]] = []
     for piece, score in scores.items():
         for at in range(1, len(piece)):
@@ -313,6 +329,7 @@ def _loaded(
         eos_token_id=None if end is None else ids[end],
         chat_template=templates if len(templates) > 1 else templates.get("default"),
         class_name="TokenizersBackend",
+        longest_token=max(map(len, tokens)),
     )
 
 
