@@ -43,6 +43,9 @@ class LastTokens:
 
     def __init__(self, num_slots: int, *, num_stages: int) -> None:
         self._tokens = np.zeros(num_slots, np.int32)
+        self._newest = np.zeros(num_slots, np.int64)
+        """For each slot the number of the choice that has made its last token; 0 before the first."""
+        self._num_read = 0
         self._unread: deque[tuple[NDArray[np.intp], Ints, jax.Array]] = deque()
         """Of the latest choices: the rows that made a token, their slots, and the tokens of all rows."""
         self._num_stages = num_stages
@@ -50,21 +53,24 @@ class LastTokens:
     def take(self, fields: Ints, tokens: jax.Array) -> None:
         """Take in a choice: the fields of its rows, and their tokens int32[1, R] on the device."""
         (rows,) = np.nonzero(fields[:, MAX_SAMPLES])
-        self._unread.append((rows, fields[rows, SLOT], tokens))
+        slots = fields[rows, SLOT]
+        self._unread.append((rows, slots, tokens))
+        self._newest[slots] = self._num_read + len(self._unread)
         # With another step dispatched, so many are in flight at most. What was chosen before is known.
         while len(self._unread) > self._num_stages + 1:
             self._read()
 
     def give(self, slots: Ints) -> Ints:
         """Return the last tokens of these slots, int32[len(slots)]. This blocks until they are known."""
-        needed = [i for i, (_, chosen, _) in enumerate(self._unread) if np.isin(slots, chosen).any()]
-        for _ in range(needed[-1] + 1 if needed else 0):
+        needed = self._newest[slots].max(initial=0)
+        while self._num_read < needed:
             self._read()
         return self._tokens[slots]
 
     def _read(self) -> None:
         """Take in the oldest choice that is not read."""
         rows, slots, tokens = self._unread.popleft()
+        self._num_read += 1
         self._tokens[slots] = np.asarray(tokens)[0, rows]
 
 
