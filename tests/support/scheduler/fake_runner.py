@@ -382,6 +382,8 @@ class LazyRunner(FakeRunner):
         self.plans: list[Plan] = []
         self.holders: dict[int, Request] = {}
         """The request that holds each slot, as of the newest dispatched step."""
+        self.unchosen: dict[int, frozenset[int]] = {}
+        """The steps whose tokens are yet to be chosen, and the slots of the rows that make some."""
         self.behind: list[Request] = []
         """Those whose mask was not that of their tokens when a token was to be chosen, so they had ended."""
         self.offloaded = False
@@ -399,7 +401,11 @@ class LazyRunner(FakeRunner):
         self.plans.append(plan)
         self.holders.update(plan.new_requests)
         assert not any(self.holders[row.slot] is each for row in plan.rows for each in self.behind)
+        inputs = {row.slot for row in plan.rows if row.token_ids is None}
+        assert all(inputs.isdisjoint(slots) for slots in self.unchosen.values()), "read before it was chosen"
         constrained = any(r.samples and self.holders[r.slot].constraint for r in plan.rows)
+        if constrained:
+            self.unchosen[plan.step_id] = frozenset(row.slot for row in plan.rows if row.samples)
         return LazyStep(plan, constrained)
 
     def choose(self, step: LazyStep) -> LazyStep:
@@ -407,6 +413,8 @@ class LazyRunner(FakeRunner):
         step may have it, which `execute_async` asserts.
         """
         self.log.append(("choose", step.plan.step_id))
+        if step.awaits_choice:
+            del self.unchosen[step.plan.step_id]
         skipped = set()
         for i, row in enumerate(step.plan.rows):
             request = self.holders[row.slot]

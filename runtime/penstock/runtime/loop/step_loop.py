@@ -90,6 +90,8 @@ class StepLoop:
             self._choose()  # for the new step, if all tokens that its constraints need are committed
             if steps and (planned is None or steps.is_full):
                 self._finish_step()
+                while steps.awaits_choice:
+                    self._finish_step()
             else:
                 self._delivery.deliver()
             self._recording.delivered()

@@ -265,8 +265,15 @@ class Steps(Generic[StepT]):
         """
         steps = self._in_flight
         return len(steps) >= self._most_in_flight or (
-            len(steps) >= 2 and (steps[0].step.is_done or any(step.step.awaits_choice for step in steps))
+            len(steps) >= 2 and (steps[0].step.is_done or self.awaits_choice)
         )
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Whether the tokens of a step are not chosen yet, because a step before it has rows under
+        constraints, too. No plan is made meanwhile: it may have a row whose next input is one of them.
+        """
+        return any(step.step.awaits_choice for step in self._in_flight)
 
     def max_steps(self, ns_to_deadline: int) -> int:
         """Tell how many decode steps the next dispatch may hold."""
