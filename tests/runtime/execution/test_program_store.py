@@ -188,8 +188,14 @@ def test_a_digest_tells_apart_what_programs_do_and_nothing_else(monkeypatch: pyt
         monkeypatch.setenv(name, other)
         assert of(lambda a, b: a + 1) != digests[0]
         monkeypatch.undo()
-    monkeypatch.setattr(program_store, "processor", lambda: "another one")
-    assert of(lambda a, b: a + 1) != digests[0]
+    for name, made in (
+        ("processor", lambda: "another one"),
+        ("pool_size", lambda: 99),
+        ("allowed_processors", lambda: 99),
+    ):
+        monkeypatch.setattr(program_store, name, made)
+        assert of(lambda a, b: a + 1) != digests[0], name
+        monkeypatch.undo()
 
 
 def test_a_program_that_calls_python_is_compiled_and_not_kept(tmp_path: Path) -> None:

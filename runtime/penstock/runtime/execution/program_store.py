@@ -45,6 +45,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.mlir import ir, passmanager
 
 from penstock.runtime.execution.compilation import compile_lowered
+from penstock.runtime.execution.cpu_threads import pool_size
+from penstock.runtime.machine.processors import allowed_processors
 
 log = logging.getLogger(__name__)
 
@@ -454,6 +456,8 @@ def compiler_facts() -> str:
             *(f"{package} {metadata.version(package)}" for package in PACKAGES),
             platform.machine(),
             processor(),
+            # XLA cuts the loops of a CPU's programs into parts for both of these.
+            f"{pool_size()} threads, {allowed_processors()} processors",
             *(f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES),
             *(f"{name}={value!r}" for name, value in settings().items()),
         )

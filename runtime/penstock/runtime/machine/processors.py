@@ -15,9 +15,13 @@ def available_processors(root: Path = Path("/")) -> int:
     A quota of 1.5 processors counts as 2. `root` is the directory in which /proc and the cgroups' mount
     points are looked up.
     """
+    return max(1, math.ceil(min((allowed_processors(), *_quotas(root)))))
+
+
+def allowed_processors() -> int:
+    """Tell how many processors this process's affinity mask has, whatever its quota of CPU time."""
     # macOS has no affinity masks.
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min((allowed, *_quotas(root)))))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _quotas(root: Path) -> Iterator[float]:
