@@ -32,7 +32,7 @@ ffi::Error Float32(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ff
     return ffi::Error::Internal("no kernel for this processor");
   }
   const Float32Kernel& kernel = found();
-  if (x.dimensions().size() != 2 || results.size() == 0 || results.size() > kMostParts) {
+  if (x.dimensions().size() != 2 || results.empty() || results.size() > kMostParts) {
     return ffi::Error::InvalidArgument("x is a matrix, and the outputs are no more arrays than there may be");
   }
   const int64_t most = x.dimensions()[0], k = x.dimensions()[1];
