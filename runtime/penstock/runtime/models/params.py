@@ -61,10 +61,15 @@ def abstract_model(
 def _abstract_model(
     config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat
 ) -> tuple[nnx.GraphDef[CausalLM], ModelState]:
-    def build() -> CausalLM:  # or an Encoder
-        model = family_of(config.architecture).build(config, dtype, linear)
-        forms = dict(linear.kept)
-        for path, module in nnx.iter_modules(model) if forms else ():
+    if not linear.kept:
+        return nnx.split(nnx.eval_shape(lambda: family_of(config.architecture).build(config, dtype, linear)))
+    # Whoever has found out what can be kept has built the model without it, which takes longest.
+    graphdef, state = _abstract_model(config, dtype, replace(linear, kept=()))
+    forms = dict(linear.kept)
+
+    def keep(state: ModelState) -> CausalLM:  # or an Encoder
+        model = nnx.merge(graphdef, state)
+        for path, module in nnx.iter_modules(model):
             if (form := forms.get((*cast(ParamPath, path), "weight"))) is not None:
                 assert isinstance(module, Linear | StackedLinear), "no other module keeps codes"
                 module.keep(form)
@@ -72,9 +77,9 @@ def _abstract_model(
                 of_parts = {part: forms.get((*cast(ParamPath, path), part)) for part, _ in module.parts}
                 if found := {part: form for part, form in of_parts.items() if form is not None}:
                     module.keep_apart(found)
-        return cast(CausalLM, model)
+        return model
 
-    return nnx.split(nnx.eval_shape(build))
+    return nnx.split(nnx.eval_shape(keep, state))
 
 
 def load_rules(

@@ -1,5 +1,5 @@
-"""Finds the merges of a SentencePiece vocabulary in native code (`src/vocabulary/`). Gemma has half a million,
-for which a loop in Python takes a second of a server's start.
+"""Finds the merges of a SentencePiece vocabulary in native code (`src/vocabulary/`). Gemma's has half a
+million, for which a loop in Python takes a second of a server's start.
 """
 
 from __future__ import annotations
