@@ -62,7 +62,8 @@ def _abstract_model(
     config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat
 ) -> tuple[nnx.GraphDef[CausalLM], ModelState]:
     if not linear.kept:
-        return nnx.split(nnx.eval_shape(lambda: family_of(config.architecture).build(config, dtype, linear)))
+        build = functools.partial(family_of(config.architecture).build, config, dtype, linear)
+        return nnx.split(nnx.eval_shape(lambda: cast(CausalLM, build())))  # or an Encoder
     # Whoever has found out what can be kept has built the model without it, which takes longest.
     graphdef, state = _abstract_model(config, dtype, replace(linear, kept=()))
     forms = dict(linear.kept)
