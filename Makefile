@@ -52,14 +52,17 @@ EXTRAS ?= dev,docs
 INSTALL = HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 	--editable clients/python --editable
 
+# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA. Tests run it first, because
+# each of their workers would compile kernels that have changed.
+BUILD_KERNELS = $(BIN)/python -m penstock.runtime.ops.native.build
+
 $(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; say make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
 	@# A file that has moved from one of the two distributions to the other would be removed with the old one.
 	$(BIN)/python -m pip uninstall --disable-pip-version-check --quiet --quiet --yes penstock penstock-client
 	$(INSTALL) '.[$(EXTRAS)]' $(CONSTRAINTS)
-	@# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA.
-	$(BIN)/python -m penstock.runtime.ops.native.build
+	$(BUILD_KERNELS)
 	@touch $(STAMP)
 
 wheel: install ## build the wheels and sdists of penstock-client and penstock into dist/
@@ -71,12 +74,15 @@ run: install ## serve the demo model on 127.0.0.1 and print a sample
 	PATH="$(OWN_PATH)" $(BIN)/python -m penstock.cli demo
 
 test: install ## run the tests that take minutes together (MARK='not gpu' or PYTEST_ARGS=tests/service narrow it)
+	$(BUILD_KERNELS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile penstock-few -m 'not (ci or sweep)$(if $(MARK), and ($(MARK)))'
 
 test-ci: install ## run what CI runs: also the costly tests, and of the sweep a seventh (DRAW=980 TOUCHED=HEAD~1 repeat a run)
+	$(BUILD_KERNELS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile penstock-ci --draw '$(DRAW)' --touched '$(TOUCHED)' $(if $(MARK),-m '$(MARK)')
 
 test-all: install ## run every test, with programs compiled as users compile them
+	$(BUILD_KERNELS)
 	PENSTOCK_TEST_XLA=users $(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
 
 # Of the Pythons that constraints.txt was tried on. pyenv's programs start only if PYENV_VERSION names a version that
