@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -339,6 +340,16 @@ def test_what_cannot_be_written_leaves_nothing_behind(
     monkeypatch.setattr(Path, "replace", refuse)
     keep(tmp_path, "key", {"one": 2.5})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_has_half_written_goes(tmp_path: Path) -> None:
+    """That of a process that writes now stays."""
+    for name, age_s in (("killed", 90_000), ("writes", 80_000)):
+        (tmp_path / f".programs-{name}").write_bytes(b"half")
+        then = time.time() - age_s
+        os.utime(tmp_path / f".programs-{name}", (then, then))
+    prune(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {".programs-writes"}
 
 
 @pytest.mark.parametrize(("most", "processes"), [(2, 1), (1, 2)])

@@ -100,9 +100,11 @@ def _lock_files(held: dict[str, int]) -> None:
         return found
 
     def unlocking_write(file: Path, data: bytes) -> None:
-        write(file, data)
-        if file.name in held:
-            _release(held, file.name)
+        try:
+            write(file, data)
+        finally:  # where the disk is full, the others compile it themselves at once
+            if file.name in held:
+                _release(held, file.name)
 
     def prune_others(folder: Path) -> None:
         """Leave the folder of the suite alone, which `keep_newest` has seen to."""

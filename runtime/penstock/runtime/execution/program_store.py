@@ -56,6 +56,8 @@ longest ago go first."""
 MOST_OTHER_BYTES = 1 << 30
 """The programs that no set names may take so much; those that were used longest ago go first. A set is
 written after its programs, so those of a start that is compiling are among them."""
+HALF_WRITTEN_S = 86_400
+"""A file that is half written for so long is of a process that was killed."""
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 Stored = tuple[bytes, Any, Any]
 _VARIABLES = ("XLA_", "JAX_", "PENSTOCK_")
@@ -79,6 +81,8 @@ _RUNTIME = Path(__file__).parents[1]
 _CODE = (".py", ".cc", ".h")
 _ADDRESSES = (" at 0x", "array(", "<lambda>", "<locals>")
 """What a description has of a value that it does not tell in full."""
+_HALF_WRITTEN = ".programs-"
+"""How the name of a file begins until it is whole."""
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
@@ -302,9 +306,13 @@ class ProgramFiles:
 
 def prune(folder: Path) -> None:
     """Remove the sets that were used longest ago, and of the programs that no other set names those that were
-    used longest ago; see `MOST_FILES` and `MOST_OTHER_BYTES`. Never fails.
+    used longest ago; see `MOST_FILES` and `MOST_OTHER_BYTES`. What was left half written goes, too. Never
+    fails.
     """
     with contextlib.suppress(OSError):  # the folder may be one that can only be read
+        for file, status in _by_use(folder, f"{_HALF_WRITTEN}*"):
+            if status.st_mtime < time.time() - HALF_WRITTEN_S:
+                file.unlink(missing_ok=True)
         _keep_latest(folder, "programs-*")
         named = set[str]()
         for file in folder.glob("programs-*"):
@@ -369,7 +377,7 @@ def _by_use(folder: Path, names: str) -> list[tuple[Path, os.stat_result]]:
 
 def _write(file: Path, data: bytes) -> None:
     """Replace a file as a whole; where that fails, nothing is left behind."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".programs-", delete=False) as part:
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=_HALF_WRITTEN, delete=False) as part:
         try:
             part.write(_seal(file, data))
             part.write(data)
