@@ -211,6 +211,15 @@ def test_a_program_that_calls_python_is_compiled_and_not_kept(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_knowing_what_is_called_nothing_is_told_apart() -> None:
+    """JAX's names are private ones, which another version may lack."""
+    for name in ("host_callbacks", "keepalive"):
+        found: Any = lowered(1.5)
+        del found._lowering.compile_args[name]
+        with pytest.raises(program_store.Untold, match="this version of JAX"):
+            digest_of(found, None, DEVICES, "")
+
+
 def test_programs_of_the_start_before_are_read_ahead(folder: Path) -> None:
     """Nothing is read a second time, because the files are gone; and another key's programs are not taken."""
     keep(folder, "other", {"one": 3.5})

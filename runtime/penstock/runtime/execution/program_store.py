@@ -71,9 +71,9 @@ _OTHER_SETTINGS = (
 )
 """How the names of settings begin that say where JAX looks for devices and what it keeps; programs are the
 same with any."""
-_NO_PART = frozenset(
-    {"backend", "host_callbacks", "keepalive", "all_args_info", "pgle_profiler", "shape_poly_state"}
-)
+_OF_PROCESS = frozenset({"host_callbacks", "keepalive"})
+"""What has the functions of this process that a program calls."""
+_NO_PART = _OF_PROCESS | {"backend", "all_args_info", "pgle_profiler", "shape_poly_state"}
 """What JAX lowers a program to beside its module, and what makes it no other program: devices and versions
 have a part of their own in its digest, calls of Python are refused, and the others are for messages, profiles
 and shapes that are not known."""
@@ -112,10 +112,10 @@ def digest_of(
     """Compute the digest of what a program computes, which XLA compiles with these options for these devices.
     `compiler`: see `compiler_facts`. Raises Untold if that cannot be told in full.
     """
-    parts = getattr(lowered._lowering, "compile_args", None)
-    if parts is None:
+    parts = getattr(lowered._lowering, "compile_args", {})
+    if not parts.keys() >= _OF_PROCESS:
         raise Untold("this version of JAX does not say what it has lowered")
-    if parts["host_callbacks"] or parts["keepalive"]:
+    if any(parts[name] for name in _OF_PROCESS):
         raise Untold("the program calls functions of this process")
     module = lowered.compiler_ir("stablehlo")
     assert isinstance(module, ir.Module), "JAX has lowered it to this form"
