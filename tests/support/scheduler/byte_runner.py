@@ -106,6 +106,7 @@ class ByteRunner(LazyRunner):
     def choose(self, step: LazyStep) -> LazyStep:
         plan = step.plan
         self.log.append(("choose", plan.step_id))
+        self.unchosen.pop(plan.step_id, None)
         if self.is_put_off(plan):
             skipped = frozenset(i for i, row in enumerate(plan.rows) if row.samples)
             return dataclasses.replace(step, awaits_choice=False, skipped=skipped)

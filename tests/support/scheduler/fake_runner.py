@@ -393,6 +393,7 @@ class LazyRunner(FakeRunner):
     def start(self) -> None:
         assert self.thread is None
         self.thread = threading.get_ident()
+        self.unchosen.clear()
 
     def execute_async(self, plan: Plan) -> LazyStep:
         assert self.thread == threading.get_ident()
@@ -413,8 +414,7 @@ class LazyRunner(FakeRunner):
         step may have it, which `execute_async` asserts.
         """
         self.log.append(("choose", step.plan.step_id))
-        if step.awaits_choice:
-            del self.unchosen[step.plan.step_id]
+        self.unchosen.pop(step.plan.step_id, None)
         skipped = set()
         for i, row in enumerate(step.plan.rows):
             request = self.holders[row.slot]
