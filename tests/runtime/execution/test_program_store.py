@@ -416,6 +416,43 @@ def test_what_programs_are_made_of_is_told_in_full() -> None:
             program_store.described(value)
 
 
+def test_a_set_has_another_key_for_all_that_its_programs_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of the suite have no sets, so nothing else tells that a start would take another one's."""
+    one, other, of_integers = (
+        jax.device_put(np.zeros((3, size), dtype), DEVICES[0])
+        for size, dtype in ((3, np.float32), (4, np.float32), (4, np.int32))
+    )
+    arrays = [one, other]
+    key = program_store.key_of((1, "a"), arrays)
+    keys = [
+        key,
+        program_store.key_of((2, "a"), arrays),
+        program_store.key_of((1, "b"), arrays),
+        program_store.key_of((1,), arrays),
+        program_store.key_of((1, "a"), [other, one]),
+        program_store.key_of((1, "a"), [one]),
+        program_store.key_of((1, "a"), [one, of_integers]),
+    ]
+    changes: list[tuple[object, str, Any]] = [
+        (program_store, "code_digest", lambda: b"other code"),
+        (program_store, "processor", lambda: "another one"),
+        (program_store, "settings", lambda: {"other": 1}),
+        (jax.ffi, "ffi_call", jnp.zeros),
+    ]
+    for owner, name, made in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, made)
+            keys.append(program_store.key_of((1, "a"), arrays))
+    for name in ("XLA_FLAGS", "JAX_OTHER", "PENSTOCK_OTHER"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "--other")
+            keys.append(program_store.key_of((1, "a"), arrays))
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert program_store.key_of((1, "a"), arrays) == key
+    assert program_store.key_of((1, lambda: 0), arrays) is None
+
+
 STARTS = """
 import json, logging, sys
 from pathlib import Path
