@@ -17,7 +17,7 @@ import pytest
 
 from tests.front_processes import VARIABLE
 
-BUDGET: Mapping[str, int] = {"engines": 24, "programs": 2600, "processes": 225}
+BUDGET: Mapping[str, int] = {"engines": 24, "programs": 2850, "processes": 240}
 """Most that the tests of `make test` may cost together.
 
 An engine that starts takes about 1 s of processor time beside its programs, a program 0.1 to 3 s, a process
