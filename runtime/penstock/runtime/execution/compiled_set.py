@@ -30,6 +30,7 @@ import jax
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.program_store import (
+    COMPILER_VARIABLES,
     PACKAGES,
     Untold,
     code_digest,
@@ -54,7 +55,6 @@ _COMPILERS = {
     "gpu": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"),
 }
 """A platform to the distributions that have its part of XLA."""
-_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _OWN_OPTIONS = ("ahead", "compiled", "program_folder", "show_progress", "threads")
 """Fields of a runner's configuration that no program depends on."""
 _OF_BACKEND = (
@@ -102,7 +102,7 @@ def facts_of(
     return {
         **_versions(backend.platform_name),
         **backend.device_facts(),
-        **{name: os.environ.get(name, "") for name in _VARIABLES},
+        **{name: os.environ.get(name, "") for name in COMPILER_VARIABLES},
         **{f"the setting {name}": repr(value) for name, value in settings().items()},
         **told,
         "the shapes of weights, cache and state": shapes,

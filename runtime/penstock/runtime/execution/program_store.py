@@ -61,7 +61,8 @@ HALF_WRITTEN_S = 86_400
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 Stored = tuple[bytes, Any, Any]
 _VARIABLES = ("XLA_", "JAX_", "PENSTOCK_")
-_COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables of the environment from which XLA takes options."""
 _OTHER_SETTINGS = (
     "jax_platforms",
     "jax_num_cpu_devices",
@@ -466,7 +467,7 @@ def compiler_facts() -> str:
             processor(),
             # XLA cuts the loops of a CPU's programs into parts for both of these.
             f"{pool_size()} threads, {allowed_processors()} processors",
-            *(f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES),
+            *(f"{name}={os.environ.get(name, '')}" for name in COMPILER_VARIABLES),
             *(f"{name}={value!r}" for name, value in settings().items()),
         )
     )
