@@ -101,13 +101,15 @@ test-newest: install install-newest ## run the goldens, the kernels and a server
 		-m 'not sweep$(if $(MARK), and ($(MARK)))',@echo "the newest Python here is $(OWN), as in $(VENV), so there is nothing more to test")
 
 # XLA compiles for TPUs and GPUs that are not there. The plugin for CUDA must have jaxlib's version, and libtpu the one
-# that this JAX names: JAX cannot read what a newer one makes of some programs.
-test-accelerators: ## compile every program for TPUs and GPUs that are not there (450 MB; hours, DRAW=7 minutes)
-	$(MAKE) --no-print-directory install VENV=.venv-accelerators
-	@jax=$$(.venv-accelerators/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
-		.venv-accelerators/bin/python -m pip install --disable-pip-version-check --quiet "jax[tpu]==$$jax" nvidia-cuda-nvcc \
-			"jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax"
-	.venv-accelerators/bin/python -m pytest tests/accelerators $(if $(filter-out file,$(origin DRAW)),--part '$(DRAW)')
+# that this JAX names: JAX cannot read what a newer one makes of some programs. They have a folder that only these tests
+# look into, because JAX takes a plugin that it finds for a device that is there.
+PLUGINS = $(VENV)/accelerators
+test-accelerators: install ## compile every program for TPUs and GPUs that are not there (450 MB; DRAW=7 takes a few cases)
+	@jax=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && test -e "$(PLUGINS)/of-jax-$$jax" || { \
+		rm -rf $(PLUGINS) && $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --target $(PLUGINS) \
+			"$$($(BIN)/python -c 'from importlib.metadata import requires; print(*(need.split(";")[0] for need in requires("jax") if need.startswith("libtpu")))')" \
+			"jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" nvidia-cuda-nvcc && touch "$(PLUGINS)/of-jax-$$jax"; }
+	PYTHONPATH=$(PLUGINS) $(BIN)/python -m pytest tests/accelerators $(if $(filter-out file,$(origin DRAW)),--part '$(DRAW)')
 
 # It also takes the commands of the pages, because their lines of grpcurl need Go.
 test-clients: install ## run the tests of the clients for Go and Java, and of what all languages must agree on
@@ -178,5 +180,5 @@ lock: install ## pin the newest versions that pyproject.toml allows in constrain
 		--output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) .venv-3.* .venv-accelerators .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build site
+	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build site
 	find . -name __pycache__ -type d -not -path './node_modules/*' -prune -exec rm -rf {} +

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-CASES = 3
-"""Of a part: a case takes a minute or so on two cores that nobody else uses, and some take more."""
+CASES = 6
+"""Of a part: a case takes 20 to 60 seconds of a processor, and CI has four minutes for all."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
