@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -311,8 +310,6 @@ class Engine(EngineCore):
     def start(self) -> None:
         """Compile every program (with a progress bar) and start the engine thread; blocks until ready."""
         self.runner.compile()
-        gc.collect()
-        gc.freeze()  # what start-up made lives as long as the server: no collection need walk it again
         self._switch_interval.apply()
         self.journal.start()
         super().start()

@@ -1,4 +1,4 @@
-"""When an engine has ended, for whatever reason, it leaves nothing on the device."""
+"""When an engine has ended, for whatever reason, it leaves nothing on the device, and nothing of Python's."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from tests.support.models.toy import toy_engine
 
 class PanicException(BaseException):
     """Stands for pyo3's exception of this name: a panic in Rust, which `except Exception` does not catch."""
+
+
+def test_a_closed_engine_leaves_nothing_that_python_never_collects() -> None:
+    """A program may start one engine after another. A server, which has one, freezes what its start made."""
+    before = gc.get_freeze_count()
+    engine = toy_engine()
+    engine.shutdown()
+    assert gc.get_freeze_count() <= before
 
 
 def num_live() -> int:
