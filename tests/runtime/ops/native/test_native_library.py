@@ -184,6 +184,44 @@ def test_a_library_is_for_the_headers_that_it_was_compiled_with(
     assert builder.KERNELS.digest() != before
 
 
+@pytest.mark.ci
+def test_of_two_processes_that_need_the_library_one_compiles(tmp_path: Path) -> None:
+    """The compiler waits until the other process has come: it opens the file of the lock just before it waits
+    for it.
+    """
+    folder, compiler, runs = tmp_path / "native", tmp_path / "c++", tmp_path / "runs"
+    library = folder / builder.KERNELS.file_name()
+    lock = library.with_suffix(".lock")
+    compiler.write_text(
+        f"""#!/bin/sh
+for last; do :; done
+case "$*" in
+*-shared*)
+  echo . >>{runs}
+  for _ in $(seq 300); do
+    [ "$(ls -l /proc/[0-9]*/fd 2>/dev/null | grep -c '{lock}$')" -lt 2 ] || break
+    sleep 0.2
+  done
+esac
+while [ "$1" != -o ]; do shift; done
+: >"$2"
+"""
+    )
+    compiler.chmod(0o755)
+    code = f"""
+from pathlib import Path
+from penstock.runtime.ops.native import build
+build.COMPILERS = ({str(compiler)!r},)
+build.platform.machine, build.platform.system = lambda: "x86_64", lambda: "Linux"
+print(build.build(Path({str(folder)!r})))
+"""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in processes] == [f"{library}\n"] * 2
+    assert runs.read_text() == ".\n"
+
+
 @pytest.mark.usefixtures("nothing_loaded", "no_compiler")
 def test_why_there_are_no_kernels_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):

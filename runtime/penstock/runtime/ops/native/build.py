@@ -12,6 +12,8 @@ any x86-64, and which of the others is called is decided at run time (`src/commo
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -132,12 +134,17 @@ def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
             f"{library} is not there, and no C++ compiler to make it (looked for {', '.join(COMPILERS)}); "
             "install g++, or build it elsewhere with the same versions of Penstock and jaxlib"
         )
-    log.info("compiling the native kernels with %s; this is done once", compiler)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = _compile(compiler, recipe, Path(scratch))
-            os.replace(built, library)  # at once: another process may be doing the same
+        with library.with_suffix(".lock").open("a") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: each process compiles its own
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if library.is_file():  # another process has compiled it meanwhile
+                return library
+            log.info("compiling the native kernels with %s; this is done once", compiler)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                built = _compile(compiler, recipe, Path(scratch))
+                os.replace(built, library)  # at once: others look for it without the lock
     except OSError as error:
         raise BuildFailed(f"cannot write to {folder}: {error}") from error
     return library
