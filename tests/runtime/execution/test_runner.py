@@ -37,6 +37,7 @@ from penstock.runtime.execution.step_buffer import (
     Layout,
     pack_params,
 )
+from penstock.runtime.execution.text_guesses import TextTables, text_tables
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, StoppingParams
@@ -100,6 +101,11 @@ def test_a_start_traces_the_model_once_for_each_program_with_it(monkeypatch: pyt
     runner.shutdown()
 
 
+def text_of(length: int) -> TextTables:
+    """Return a text by which windows guess, as a device has it."""
+    return TextTables(*map(jax.device_put, text_tables(np.arange(length, dtype=np.int32), 2)))
+
+
 @pytest.mark.ci
 def test_the_suites_runners_share_programs_only_if_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_runner()
@@ -116,6 +122,7 @@ def test_the_suites_runners_share_programs_only_if_they_are_alike(monkeypatch: p
         second.device.builder((12,)),
         make_runner(max_decode_steps=4).device.builder((16,)),
         dataclasses.replace(second.device.builder((16,)), backend=toy_backend(EngineConfig(native="off"))),
+        dataclasses.replace(second.device.builder((16,)), text=text_of(9)),
     ):
         assert programs.compiled_for(other) != compiled_for
     monkeypatch.setattr(jax.ffi, "ffi_call", print)
