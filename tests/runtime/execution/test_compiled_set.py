@@ -23,7 +23,7 @@ import pytest
 
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution import backend, compiled_set, program_set
+from penstock.runtime.execution import backend, compiled_set, cpu_threads, program_set
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.following.interface import GroupOptions
 from penstock.runtime.following.joining import check_options
@@ -117,6 +117,7 @@ def test_every_version_the_code_and_the_machine_are_named(
     monkeypatch.setattr(metadata, "version", lambda package: "0.0.1")
     monkeypatch.setattr(compiled_set, "code_digest", lambda: b"other")
     monkeypatch.setattr(backend, "processor", lambda: "an abacus")
+    monkeypatch.setattr(cpu_threads, "pool_size", lambda: 99)
     monkeypatch.setenv("XLA_FLAGS", "--xla_abacus")
     before = jax.config.values["jax_random_seed_offset"]
     jax.config.update("jax_random_seed_offset", 7)
@@ -128,6 +129,7 @@ def test_every_version_the_code_and_the_machine_are_named(
         *(f"the version of {name}" for name in ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")),
         "the code of penstock.runtime",
         "the processor",
+        "the threads and processors",
         "XLA_FLAGS",
         "the setting jax_random_seed_offset",
     }

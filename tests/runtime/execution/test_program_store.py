@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.runtime.execution import program_store
+from penstock.runtime.execution import cpu_threads, program_store
 from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.program_store import Ahead, Kept, ProgramFiles, digest_of, load, prune, save
 from tests.support.goldens import GOLDEN
@@ -189,12 +189,12 @@ def test_a_digest_tells_apart_what_programs_do_and_nothing_else(monkeypatch: pyt
         monkeypatch.setenv(name, other)
         assert of(lambda a, b: a + 1) != digests[0]
         monkeypatch.undo()
-    for name, made in (
-        ("processor", lambda: "another one"),
-        ("pool_size", lambda: 99),
-        ("allowed_processors", lambda: 99),
+    for module, name, made in (
+        (program_store, "processor", lambda: "another one"),
+        (cpu_threads, "pool_size", lambda: 99),
+        (cpu_threads, "allowed_processors", lambda: 99),
     ):
-        monkeypatch.setattr(program_store, name, made)
+        monkeypatch.setattr(module, name, made)
         assert of(lambda a, b: a + 1) != digests[0], name
         monkeypatch.undo()
 

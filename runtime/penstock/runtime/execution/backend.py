@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from penstock.runtime.config import CPU_SIZES, DefaultSizes, EngineConfig, accelerator_sizes
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import CPU_ROW_GROWTH, ROW_GROWTH
-from penstock.runtime.execution.cpu_threads import check_pool
+from penstock.runtime.execution.cpu_threads import check_pool, parts_of_loops
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.execution.program_store import processor
 from penstock.runtime.machine.processors import available_processors
@@ -190,6 +190,7 @@ class Backend:
             if name == "gpu"
             else first.device_kind,
             "the processor": processor() if name == "cpu" else "",
+            "the threads and processors": parts_of_loops() if name == "cpu" else "",
             "the devices": ", ".join(str(device.id) for device in devices),
             "the places of the devices": ", ".join(map(str, places)),
         }

@@ -6,8 +6,9 @@ understand; `programs` has the programs, as `program_store` writes them. A start
 reads the programs only where none differs. They are machine code and are read by `pickle`, so the folder must
 belong to who runs the server.
 
-Unlike the key of `program_store`, facts hold nothing of the machine that compiled: no processor beside that
-of CPU programs, no addresses and no folders. Whatever else programs come to be made of must be added here.
+Unlike the key of `program_store`, facts hold nothing of the machine that compiled: no processor and no
+threads beside those of CPU programs, no addresses and no folders. Whatever else programs come to be made of
+must be added here.
 """
 
 from __future__ import annotations

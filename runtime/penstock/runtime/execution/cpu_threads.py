@@ -13,6 +13,8 @@ from pathlib import Path
 
 import jax
 
+from penstock.runtime.machine.processors import allowed_processors
+
 log = logging.getLogger(__name__)
 
 _SIZE = "PJRT_NPROC"
@@ -54,6 +56,11 @@ def check_pool(threads: int) -> None:
             threads,
             min(size, threads),
         )
+
+
+def parts_of_loops() -> str:
+    """Tell what XLA cuts the loops of a CPU's programs into parts for."""
+    return f"{pool_size()} threads, {allowed_processors()} processors"
 
 
 def pool_size() -> int:

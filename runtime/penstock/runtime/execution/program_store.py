@@ -45,8 +45,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.mlir import ir, passmanager
 
 from penstock.runtime.execution.compilation import compile_lowered
-from penstock.runtime.execution.cpu_threads import pool_size
-from penstock.runtime.machine.processors import allowed_processors
+from penstock.runtime.execution.cpu_threads import parts_of_loops
 
 log = logging.getLogger(__name__)
 
@@ -465,8 +464,7 @@ def compiler_facts() -> str:
             *(f"{package} {metadata.version(package)}" for package in PACKAGES),
             platform.machine(),
             processor(),
-            # XLA cuts the loops of a CPU's programs into parts for both of these.
-            f"{pool_size()} threads, {allowed_processors()} processors",
+            parts_of_loops(),
             *(f"{name}={os.environ.get(name, '')}" for name in COMPILER_VARIABLES),
             *(f"{name}={value!r}" for name, value in settings().items()),
         )
