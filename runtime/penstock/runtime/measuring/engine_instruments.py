@@ -56,7 +56,8 @@ PAUSED = _gauge("penstock.paused", "{flag}", "1 while the engine is paused, else
 OUTPUTS_FINISHED = _counter(
     "penstock.outputs.finished",
     "{output}",
-    "Outputs that ended, by the reason: also cancelled, which nobody read any more, and error. "
+    "Outputs that ended, by the engine's reason: also cancelled, which nobody read any more, and error. "
+    "Where the engine ended an output before it heard of a stop string, the client is told stop instead. "
     "A request of n counts n times.",
     "reason",
 )
