@@ -4,7 +4,8 @@ one without?
 Steps of the run: `python -m tools.on_device.kernels operation|chunks|experts|tokens ...`. The first two try
 attention, of decode steps and of steps with chunks of prompts. With `--interpreted` the first three try their
 own code on a CPU, with small sizes, and `chunks` needs PJRT_NPROC=8 where there are fewer processors. With
-`--capability 10.0` a GPU of Hopper tries the form for a B200, which needs JAX 0.11.
+`--capability 10.0` a GPU of Hopper tries the form for a B200, which needs JAX 0.11. It multiplies by warps in
+all kernels then, because it lacks the tensor cores of a B200.
 """
 
 from __future__ import annotations
@@ -155,6 +156,8 @@ def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     device = wanted_device()
     form = FORMS.get(args.capability or capability_of(device), ON_HOPPER)
+    if not args.interpreted and FORMS.get(capability_of(device)) is not form:
+        form = dataclasses.replace(form, in_tensor_memory=False)
     how: dict[str, Any] = {"form": form, "interpreted": args.interpreted}
     result = Result()
     result.say("it was loading or compiling")

@@ -173,13 +173,13 @@ def test_chunks_in_a_process_with_threads_enough() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
 
 
 @needs_interpreter
 @needs_threads
 @pytest.mark.ci
-@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
+@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200, ON_RTX_50], ids=["Hopper", "B200", "RTX 50"])
 def test_chunks_beside_rows_of_one_token(form: GpuForm) -> None:
     """Three pages before a chunk of two tiles, and one key before a single token."""
     cases = [Case(190, 66), Case(1, 1), Case(0, 2)]
@@ -200,8 +200,9 @@ def test_chunks_beside_rows_of_one_token(form: GpuForm) -> None:
         (chunked(3, 1), Options(window=70), ON_RTX_50),
         (chunked(4, 1, dim=128, page=128), Options(chunk=40, softcap=2.0, sinks=True), ON_B200),
         (chunked(2, 2, dim=192), Options(), ON_B200),
+        (chunked(3, 1), Options(window=70), ON_B200),
     ],
-    ids=["plain", "odd", "everything", "wide", "narrow", "RTX 50", "B200", "B200 wide"],
+    ids=["plain", "odd", "everything", "wide", "narrow", "RTX 50", "B200", "B200 wide", "B200 odd"],
 )
 @settings(max_examples=2, deadline=None)
 @given(cases=steps(), seed=st.integers(0, 2**31))
@@ -214,7 +215,7 @@ def test_chunks_of_any_length(
 @needs_interpreter
 @needs_threads
 @pytest.mark.sweep
-@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
+@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200, ON_RTX_50], ids=["Hopper", "B200", "RTX 50"])
 @pytest.mark.parametrize(
     ("heads", "options"), [(2, Options()), (3, Options(window=200, sinks=True))], ids=["heads", "tokens"]
 )

@@ -3,10 +3,11 @@ GPU that reads only the pages in use.
 
 A block of threads takes some consecutive tokens of one row, and one or two heads of queries that read the
 same head of keys. One warpgroup brings the row's pages to shared memory, a few ahead. Each of the others has
-a tile of 64 queries of one head, and keeps an `online_softmax` of them. If a block has two heads, its two
-tiles are of the same tokens, and each page is brought once for both. Where an odd number of heads of queries
-reads a head of keys, the two tiles have consecutive tokens of one head. Each block reads the pages from the
-first one that its first token attends to, up to that of its last token.
+a tile of 64 queries of one head, or of 128 where the tensor cores have a memory of their own, and keeps an
+`online_softmax` of them. If a block has two heads, its two tiles are of the same tokens, and each page is
+brought once for both. Where an odd number of heads of queries reads a head of keys, the two tiles have
+consecutive tokens of one head. Each block reads the pages from the first one that its first token attends
+to, up to that of its last token.
 
 Pages that all of a block's tokens attend to need no mask, so without windows and chunks they have a loop of
 their own. Results go out in pieces of 64, 32, 16, ... tokens that are together what the tile has, so no block
@@ -24,9 +25,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from penstock.runtime.ops.gpu import online_softmax
+from penstock.runtime.ops.gpu import online_softmax, tensor_memory
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
+from penstock.runtime.ops.gpu.tensor_memory import TensorMemory
 from penstock.runtime.ops.gpu.tiles import (
     BARRIER_BYTES,
     LINES,
@@ -43,14 +45,20 @@ _REGISTERS, _REGISTERS_TO_FETCH = 232, 40
 warpgroups, equal shares would be too few for those that multiply."""
 
 
+def rows_of(form: GpuForm) -> int:
+    """Tell how many queries a tile has."""
+    return tensor_memory.ROWS if form.in_tensor_memory else TILE
+
+
 def tiles_for(page_size: int, dim: int, *, form: GpuForm) -> tuple[int, int]:
     """Tell how many tiles of queries a block has, and how many pages shared memory holds at a time. Sizes
     that `decode_attention` takes have room for one tile and two pages.
     """
+    rows = rows_of(form)
     for tiles in (2, 1):
-        beside = tiles * TILE * dim * (2 + 2) + BARRIER_BYTES
-        if form.by_warps:
-            beside += tiles * TILE * page_size * 2  # weights
+        beside = tiles * rows * dim * (2 + 2) + BARRIER_BYTES
+        if form.by_warps and not form.in_tensor_memory:
+            beside += tiles * rows * page_size * 2  # weights
         stages = min(MOST_STAGES, (form.shared_bytes - beside) // (2 * page_size * dim * 2))
         if stages >= LEAST_STAGES:
             break
@@ -88,7 +96,9 @@ def chunk_attention(
     group = num_heads // kv_heads
     tiles, stages = tiles_for(page_size, dim, form=form)
     heads = tiles if group % tiles == 0 else 1
-    block = TILE * tiles // heads
+    rows = rows_of(form)
+    layout: Any = tensor_memory.LAYOUT if form.in_tensor_memory else plgpu.Layout.WGMMA
+    block = rows * tiles // heads
     blocks = aligned_blocks(firsts, q_lens, num_tokens, block)
     positions = starts[blocks.owners] + blocks.passed
 
@@ -139,6 +149,7 @@ def chunk_attention(
             v_smem: Any,
             out_smem: Any,
             w_smem: Any,
+            memory: Any,
             q_bars: Any,
             k_bars: Any,
             v_bars: Any,
@@ -153,16 +164,17 @@ def chunk_attention(
                 if tiles > 1:
                     plgpu.set_max_registers(_REGISTERS, action="increase")
                 head = first_head + (tile if heads > 1 else 0)
-                skipped = jnp.int32(0) if heads > 1 else tile * TILE
+                skipped = jnp.int32(0) if heads > 1 else tile * rows
                 token = eighths_ref[number] * LINES + skipped
                 asking = (position + skipped) + plgpu.broadcasted_iota(
-                    jnp.int32, (TILE, page_size), 0, layout=plgpu.Layout.WGMMA
+                    jnp.int32, (rows, page_size), 0, layout=layout
                 )
+                own = None if memory is None else memory.at(tile)
 
                 @pl.when(steps > 0)
                 def _() -> None:
                     plgpu.copy_gmem_to_smem(
-                        q_ref.at[pl.ds(token, TILE), head], q_smem.at[tile], q_bars.at[tile]
+                        q_ref.at[pl.ds(token, rows), head], q_smem.at[tile], q_bars.at[tile]
                     )
                     plgpu.barrier_wait(q_bars.at[tile])
 
@@ -170,9 +182,12 @@ def chunk_attention(
                     stage = lax.rem(i, jnp.int32(stages))
                     here = (first_page + i) * page_size
                     plgpu.barrier_wait(k_bars.at[stage])
-                    scores = online_softmax.product(
-                        q_smem.at[tile], k_smem.at[stage], by_warps=form.by_warps, interpreted=interpreted
-                    )
+                    if own is None:
+                        scores = online_softmax.product(
+                            q_smem.at[tile], k_smem.at[stage], by_warps=form.by_warps, interpreted=interpreted
+                        )
+                    else:
+                        scores = own.product(q_smem.at[tile], k_smem.at[stage])
 
                     @pl.when(i + stages < steps)  # else nobody waits for it
                     def _() -> None:
@@ -180,11 +195,9 @@ def chunk_attention(
 
                     scores = online_softmax.capped(scores, scale, softcap)
                     if masked:
-                        at = here + plgpu.broadcasted_iota(
-                            jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA
-                        )
+                        at = here + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
                         scores = jnp.where(seen_by(asking, at), scores, LOW)
-                    weights, sums = online_softmax.weighed(scores, sums)
+                    weights, sums = online_softmax.weighed(scores, sums, own)
                     plgpu.barrier_wait(v_bars.at[stage])
                     if masked:
 
@@ -198,15 +211,19 @@ def chunk_attention(
                                 plgpu.barrier_arrive(cleaned)
                                 plgpu.barrier_wait(cleaned)
 
-                    mine = None if w_smem is None else w_smem.at[tile]
-                    acc = online_softmax.added(
-                        sums.acc,
-                        weights,
-                        v_smem.at[stage],
-                        mine,
-                        by_warps=form.by_warps,
-                        interpreted=interpreted,
-                    )
+                    acc = None
+                    if own is None:
+                        mine = None if w_smem is None else w_smem.at[tile]
+                        acc = online_softmax.added(
+                            sums.acc,
+                            weights,
+                            v_smem.at[stage],
+                            mine,
+                            by_warps=form.by_warps,
+                            interpreted=interpreted,
+                        )
+                    else:
+                        own.add(weights, v_smem.at[stage])
 
                     @pl.when(i + stages < steps)
                     def _() -> None:
@@ -215,23 +232,27 @@ def chunk_attention(
                     return sums._replace(acc=acc)
 
                 if sinks_ref:
-                    sums = online_softmax.begin(dim, sinks_ref[0][head] * jnp.float32(LOG2E), 1)
+                    sums = online_softmax.begin(dim, sinks_ref[0][head] * jnp.float32(LOG2E), 1, own)
                 else:
-                    sums = online_softmax.begin(dim)
+                    sums = online_softmax.begin(dim, memory=own)
                 if window is None and chunk is None:
                     sums = lax.fori_loop(0, whole, functools.partial(step, masked=False), sums)
                 sums = lax.fori_loop(whole, steps, functools.partial(step, masked=True), sums)
                 share = 1 / jnp.maximum(sums.total, 1e-30)
-                out = sums.acc * lax.broadcast_in_dim(share, sums.acc.shape, [0])
-                out_smem[tile] = out.astype(jnp.bfloat16)
+                if own is None:
+                    out = sums.acc * lax.broadcast_in_dim(share, sums.acc.shape, [0])
+                    out_smem[tile] = out.astype(jnp.bfloat16)
+                else:
+                    own.store(share, out_smem.at[tile])
                 plgpu.commit_smem()
-                begin = jnp.minimum(jnp.maximum(before - skipped, 0), TILE)
+                begin = jnp.minimum(jnp.maximum(before - skipped, 0), rows)
                 copy_rows(
                     lambda some: out_smem.at[tile, some],
                     lambda some: out_ref.at[some, head],
                     begin,
                     token + begin,
-                    jnp.maximum(jnp.minimum(end - skipped, TILE) - begin, 0),
+                    jnp.maximum(jnp.minimum(end - skipped, rows) - begin, 0),
+                    rows,
                 )
 
             @pl.when(tile == tiles)
@@ -248,14 +269,17 @@ def chunk_attention(
                 fetch_ahead(steps, stages, fetch, k_free, v_free)
 
         pages = plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED)
-        weights = plgpu.SMEM((tiles, TILE, page_size), jnp.bfloat16, transforms=TILED)
+        weights = None
+        if not form.in_tensor_memory and (interpreted or form.by_warps):
+            weights = plgpu.SMEM((tiles, rows, page_size), jnp.bfloat16, transforms=TILED)
         pl.run_scoped(
             scoped,
-            plgpu.SMEM((tiles, TILE, dim), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((tiles, rows, dim), jnp.bfloat16, transforms=TILED),
             pages,
             pages,
-            plgpu.SMEM((tiles, TILE, dim), jnp.bfloat16),
-            weights if interpreted or form.by_warps else None,
+            plgpu.SMEM((tiles, rows, dim), jnp.bfloat16),
+            weights,
+            TensorMemory.of_tiles(tiles, page_size, dim) if form.in_tensor_memory else None,
             plgpu.Barrier(num_barriers=tiles),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
@@ -266,7 +290,7 @@ def chunk_attention(
         )
 
     # A tile is copied whole, also the last one of the step.
-    padded = jnp.pad(q, ((0, TILE * tiles), (0, 0), (0, 0)))
+    padded = jnp.pad(q, ((0, rows * tiles), (0, 0), (0, 0)))
     out: Array = launched(
         kernel,
         jax.ShapeDtypeStruct((num_tokens, num_heads, dim), jnp.bfloat16),

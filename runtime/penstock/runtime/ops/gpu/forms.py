@@ -17,12 +17,14 @@ class GpuForm:
     """Each warp multiplies by itself, by an instruction that all GPUs since Ampere have, instead of a whole
     warpgroup by one that only Hopper has. It needs JAX 0.11.
     """
+    in_tensor_memory: bool
+    """The kernel for chunks multiplies by `tensor_memory` instead, which a B200 has."""
     shared_bytes: int
     """Shared memory that a block can have."""
 
 
-ON_HOPPER = GpuForm("Hopper", by_warps=False, shared_bytes=227 * 1024)
-ON_B200 = GpuForm("B200", by_warps=True, shared_bytes=227 * 1024)
-ON_RTX_50 = GpuForm("RTX 50", by_warps=True, shared_bytes=99 * 1024)
+ON_HOPPER = GpuForm("Hopper", by_warps=False, in_tensor_memory=False, shared_bytes=227 * 1024)
+ON_B200 = GpuForm("B200", by_warps=True, in_tensor_memory=True, shared_bytes=227 * 1024)
+ON_RTX_50 = GpuForm("RTX 50", by_warps=True, in_tensor_memory=False, shared_bytes=99 * 1024)
 FORMS: Mapping[str, GpuForm] = MappingProxyType({"9.0": ON_HOPPER, "10.0": ON_B200, "12.0": ON_RTX_50})
 """By the compute capability of the GPUs."""

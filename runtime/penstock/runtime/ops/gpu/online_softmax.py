@@ -16,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from penstock.runtime.ops.gpu.tensor_memory import LAYOUT, ROWS, TensorMemory
 from penstock.runtime.ops.gpu.tiles import ACC, TILE, loaded, product_by_warps, zeros
 
 LEAST_STAGES = 2
@@ -30,20 +31,24 @@ class Sums(NamedTuple):
     """What is known of the pages so far, in the registers of a warpgroup; all float32."""
 
     acc: Any
-    """The values, added up with their weights, [64, D]."""
+    """The values, added up with their weights, [64, D]; None: they are in a `TensorMemory`."""
     peak: Any
     """The largest score of each query, [64]."""
     total: Any
     """The sum of the weights, 2^(score - peak), [64]."""
 
 
-def begin(dim: int, peak: Any = LOW, total: float = 0) -> Sums:
-    """Begin with no page. `peak` and `total` are those of one score without a value, where there is one."""
-    by_row = plgpu.Layout.WGMMA.reduce(1)
+def begin(dim: int, peak: Any = LOW, total: float = 0, memory: TensorMemory | None = None) -> Sums:
+    """Begin with no page. `peak` and `total` are those of one score without a value, where there is one.
+    `memory`: where the values are added up, of 128 queries; None: in registers, of 64.
+    """
+    rows, layout = (TILE, plgpu.Layout.WGMMA) if memory is None else (ROWS, LAYOUT)
+    if memory is not None:
+        memory.clear()
     return Sums(
-        peak=plgpu.layout_cast(jnp.full((TILE,), peak, jnp.float32), by_row),
-        total=plgpu.layout_cast(jnp.full((TILE,), total, jnp.float32), by_row),
-        acc=zeros(dim),
+        peak=plgpu.layout_cast(jnp.full((rows,), peak, jnp.float32), layout.reduce(1)),
+        total=plgpu.layout_cast(jnp.full((rows,), total, jnp.float32), layout.reduce(1)),
+        acc=zeros(dim) if memory is None else None,
     )
 
 
@@ -71,15 +76,21 @@ def capped(scores: Any, scale: float, softcap: float | None) -> Any:
     return scores * LOG2E
 
 
-def weighed(scores: Any, sums: Sums) -> tuple[Any, Sums]:
-    """Return the weights of a page's scores, bfloat16 [64, page], and the sums without the page's values."""
+def weighed(scores: Any, sums: Sums, memory: TensorMemory | None = None) -> tuple[Any, Sums]:
+    """Return the weights of a page's scores, bfloat16 [64, page], and the sums without the page's values.
+    `memory`: as `begin` takes it.
+    """
     acc, peak, total = sums
     top = jnp.maximum(peak, scores.max(axis=1))
     fade = jnp.exp2(peak - top)
     weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
     total = total * fade + weights.sum(axis=1)
-    acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
-    return weights.astype(jnp.bfloat16), Sums(acc, top, total)
+    weights = weights.astype(jnp.bfloat16)
+    if memory is None:
+        acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+    else:
+        memory.fade(fade)
+    return weights, Sums(acc, top, total)
 
 
 def clean(values: Any, position: Any, seen_from: Any, seen_to: Any) -> None:

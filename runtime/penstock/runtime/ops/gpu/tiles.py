@@ -54,14 +54,19 @@ def aligned_blocks(firsts: Array, sizes: Array, num_rows: int, block: int) -> Bl
 
 
 def copy_rows(
-    source: Callable[[Any], Any], target: Callable[[Any], Any], begin: Any, first: Any, count: Any
+    source: Callable[[Any], Any],
+    target: Callable[[Any], Any],
+    begin: Any,
+    first: Any,
+    count: Any,
+    most: int = TILE,
 ) -> None:
     """Copy `count` rows of a tile in shared memory, from its row `begin` on, to the GPU's memory, from row
     `first` on, and wait. The two functions return references of some rows. How many rows a copy has must be
-    known when it is compiled, so there are pieces of 64, 32, 16, ... rows, and those are copied that are
-    together `count`.
+    known when it is compiled, so there are pieces of `most`, a half, a quarter, ... of them, and those are
+    copied that are together `count`.
     """
-    size = TILE
+    size = most
     while size:
         place = count - lax.rem(count, jnp.int32(2 * size))
 
