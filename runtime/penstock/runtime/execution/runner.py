@@ -364,7 +364,10 @@ class ProgramCalls:
                 self.prompt_logprobs(hidden, prompt_buffer([], [], most))
                 self.hidden_sums(hidden, sums_buffer({}, frozenset(), most, 0))
         self.write_features(self._config.num_feature_slots, Request("warm-up", (0,)), ())
-        self.copy_pages(())
+        if (
+            self._device.kv
+        ):  # an encoder has none, and a program without arrays, once read again, is for one device
+            self.copy_pages(())
         self.write_tables(slots.table_rows([0]))
         for pool in self._device.adapters:
             self.write_adapter(0, np.zeros(adapter_shape(pool), pool.dtype))
