@@ -249,6 +249,32 @@ def test_bounds(version: str, bounds: str, is_within: bool) -> None:
     assert fits(version, bounds) is is_within
 
 
+def test_most_goldens_are_taken_out_and_brought_back(tmp_path: Path) -> None:
+    git = lambda *words: subprocess.run(
+        ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words],
+        check=True,
+        capture_output=True,
+    )
+    files = [tmp_path / wheels.GOLDENS / name / "model" for name in ("qwen3", "opt", "lora/a")]
+    files += [tmp_path / wheels.GOLDENS / "README.md", tmp_path / "model"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("weights")
+    git("init")
+    git("add", ".")
+    git("commit", "--message", "all")
+    files[1].write_text("changed")
+    with pytest.raises(SystemExit, match="opt"):
+        wheels.take_out(tmp_path, ["qwen3"])
+    assert all(file.exists() for file in files)
+    files[1].write_text("weights")
+    for _ in range(2):  # the second time nothing is left to take out
+        wheels.take_out(tmp_path, ["qwen3"])
+        assert [file.exists() for file in files] == [True, False, False, True, True]
+    git(*wheels.BRING_BACK.split()[1:])
+    assert all(file.exists() for file in files)
+
+
 def test_requirements_are_read_as_packages_write_them() -> None:
     assert requirement("Google_CRC32C >=1.7, <2") == Requirement("google-crc32c", ">=1.7, <2")
     assert requirement("jax[cuda13] (>=0.10) ; python_version < '4.0'") == Requirement("jax", ">=0.10")

@@ -168,7 +168,7 @@ def main() -> int:
     running.add_argument("--show", action="store_true", help="print the report at the end")
     args = parser.parse_args()
     if args.verb == "pack":
-        print(wheels.pack(args.limit_mib))
+        print(wheels.pack(args.limit_mib, plan.kinds()))
         return 0
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.signal(signal.SIGTERM, _interrupted)

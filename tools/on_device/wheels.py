@@ -35,6 +35,8 @@ LEFT_THERE = frozenset(
 """What is not packed. The machine has its own JAX, with CUDA; the others are large, and every machine with
 JAX, flax and transformers has them or does without.
 """
+GOLDENS = "tests/golden"
+BRING_BACK = f"git restore --staged --worktree {GOLDENS}"
 _TARGET_PYTHON = "3.12"
 _TARGET_JAX = "jax==0.11.2"
 _TARGET_GLIBC = 36
@@ -74,10 +76,12 @@ def wanted() -> list[Requirement]:
     return [found for line in wanted_lines() if (found := requirement(line)) is not None]
 
 
-def pack(limit_mib: float) -> str:
-    """Download into FOLDER the wheels that the target machine may lack, and say how large all is that
-    travels. It exits with a message if that is more than `limit_mib`.
+def pack(limit_mib: float, needed: Iterable[str]) -> str:
+    """Download into FOLDER the wheels that the target machine may lack, take all goldens but those in
+    `needed` out of the checkout, and say how large all is that travels. It exits with a message if that is
+    more than `limit_mib`, or if git sees changes in what it would take out.
     """
+    take_out(ROOT, needed)
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     pins = FOLDER / "pins.txt"
@@ -101,13 +105,37 @@ def pack(limit_mib: float) -> str:
         raise SystemExit(
             f"{said}: that is more than {limit_mib:g} MiB; name more in LEFT_THERE of {__file__}"
         )
-    return said
+    return f"{said}. Most goldens are out of the checkout until you say: {BRING_BACK}"
+
+
+def take_out(checkout: Path, needed: Iterable[str]) -> None:
+    """Take the goldens that `needed` does not name out of a checkout and of git's index, because all of them
+    are more than may travel. BRING_BACK undoes it. SystemExit, and nothing is taken out, if one has changes.
+    """
+    tracked = _git(checkout, "ls-files", "-z", "--", GOLDENS).split("\0")
+    folders = {"/".join(name.split("/")[:3]) for name in tracked if name.count("/") > 2}
+    out = sorted(folders - {f"{GOLDENS}/{name}" for name in needed})
+    if not out:
+        return
+    done = subprocess.run(
+        ["git", "-C", str(checkout), "rm", "-r", "--quiet", "--", *out],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"git takes no goldens out of the checkout: {done.stderr.strip()}")
+
+
+def _git(checkout: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(checkout), *words], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 def _tree_bytes() -> int:
     """Count the bytes of all files of the checkout that git tracks, or would track."""
-    listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, stdout=subprocess.PIPE, text=True, check=True).stdout.split("\0")
+    names = _git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
     return sum(_size(ROOT / name) for name in set(names) if name)
 
 
