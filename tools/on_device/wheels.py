@@ -29,7 +29,7 @@ BESIDE_JAX = ("flax>=0.12.12",)
 """Bounds beside those of pyproject.toml: an older flax cannot be imported beside JAX 0.11."""
 LEFT_THERE = frozenset(
     {"jax", "jaxlib", "numpy", "scipy", "ml-dtypes", "opt-einsum", "optax", "orbax-checkpoint", "tensorstore"}
-    | {"transformers", "tokenizers", "safetensors", "huggingface-hub", "hf-xet", "regex", "pillow", "uvloop"}
+    | {"transformers", "tokenizers", "safetensors", "huggingface-hub", "hf-xet", "regex", "uvloop"}
     | {"pygments", "pyyaml", "psutil", "msgpack"}
 )
 """What is not packed. The machine has its own JAX, with CUDA; the others are large, and every machine with
@@ -81,7 +81,6 @@ def pack(limit_mib: float, needed: Iterable[str]) -> str:
     `needed` out of the checkout, and say how large all is that travels. It exits with a message if that is
     more than `limit_mib`, or if git sees changes in what it would take out.
     """
-    take_out(ROOT, needed)
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     pins = FOLDER / "pins.txt"
@@ -97,34 +96,31 @@ def pack(limit_mib: float, needed: Iterable[str]) -> str:
     download += ["--implementation", "cp", "--python-version", _TARGET_PYTHON, "--dest", str(FOLDER)]
     download += [f"--platform={platform}" for platform in _PLATFORMS]
     subprocess.run([*download, "--requirement", str(pins)], check=True)
+    take_out(ROOT, needed)
     wheels, tree = sum(map(_size, FOLDER.iterdir())), _tree_bytes()
     said = (
-        f"{len(chosen)} wheels of {wheels / _MIB:.1f} MiB in {FOLDER}, beside a tree of {tree / _MIB:.1f} MiB"
+        f"{len(chosen)} wheels of {wheels / _MIB:.1f} MiB in {FOLDER}, and a tree of {tree / _MIB:.1f} MiB. "
+        f"Most goldens are out of the checkout until you say: {BRING_BACK}"
     )
     if wheels + tree > limit_mib * _MIB:
         raise SystemExit(
-            f"{said}: that is more than {limit_mib:g} MiB; name more in LEFT_THERE of {__file__}"
+            f"{said}\nThis is more than {limit_mib:g} MiB: name more in LEFT_THERE of {__file__}"
         )
-    return f"{said}. Most goldens are out of the checkout until you say: {BRING_BACK}"
+    return said
 
 
 def take_out(checkout: Path, needed: Iterable[str]) -> None:
     """Take the goldens that `needed` does not name out of a checkout and of git's index, because all of them
-    are more than may travel. BRING_BACK undoes it. SystemExit, and nothing is taken out, if one has changes.
+    are more than may travel. BRING_BACK undoes it. SystemExit, and nothing is taken out, if any golden has
+    changes, which BRING_BACK would lose.
     """
+    told = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", GOLDENS).splitlines()
+    if changed := [line for line in told if not line.startswith("D ")]:
+        raise SystemExit(f"commit these changes first, or undo them: {' '.join(changed)}")
     tracked = _git(checkout, "ls-files", "-z", "--", GOLDENS).split("\0")
     folders = {"/".join(name.split("/")[:3]) for name in tracked if name.count("/") > 2}
-    out = sorted(folders - {f"{GOLDENS}/{name}" for name in needed})
-    if not out:
-        return
-    done = subprocess.run(
-        ["git", "-C", str(checkout), "rm", "-r", "--quiet", "--", *out],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"git takes no goldens out of the checkout: {done.stderr.strip()}")
+    if out := sorted(folders - {f"{GOLDENS}/{name}" for name in needed}):
+        _git(checkout, "rm", "-r", "--quiet", "--", *out)
 
 
 def _git(checkout: Path, *words: str) -> str:

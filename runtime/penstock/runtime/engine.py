@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -310,6 +311,8 @@ class Engine(EngineCore):
     def start(self) -> None:
         """Compile every program (with a progress bar) and start the engine thread; blocks until ready."""
         self.runner.compile()
+        gc.collect()
+        gc.freeze()  # what start-up made lives as long as the engine: no collection need walk it again
         self._switch_interval.apply()
         self.journal.start()
         super().start()
@@ -357,6 +360,7 @@ class Engine(EngineCore):
         self.updater.close()
         self._switch_interval.restore()
         self._grammars.close()
+        gc.unfreeze()  # what `start` froze, so that it goes with the engine
         host_memory.let_go()
 
     # -- tokens --

@@ -66,7 +66,7 @@ def follow(
         repeater = Repeater(runner, programs, updates)
     link.begin(program_facts(runner, programs))
     gc.collect()
-    gc.freeze()  # what is there lives as long as the process, which does nothing else
+    gc.freeze()
     try:
         for record in link.calls():
             if isinstance(record, Call):

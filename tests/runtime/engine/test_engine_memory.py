@@ -19,7 +19,7 @@ class PanicException(BaseException):
 
 
 def test_a_closed_engine_leaves_nothing_that_python_never_collects() -> None:
-    """A program may start one engine after another. A server, which has one, freezes what its start made."""
+    """A start freezes what is there. A program may start one engine after another."""
     before = gc.get_freeze_count()
     engine = toy_engine()
     engine.shutdown()

@@ -22,7 +22,7 @@ from penstock.runtime.models.cutting import cut
 from tests.support.goldens import GOLDEN, NAMES
 from tests.support.suite.drawing import few
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(2000)
 """The first test of a number of devices waits for all goldens there: in the whole sweep more than 60."""
 ALWAYS = ((2, "qwen3"),)
 AT_FOUR = ("qwen3", "olmo2")

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -141,24 +140,6 @@ def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name_and_file(
     assert engine.adapter_reader.read_from == [good]
     assert collects == [False]  # nothing looks for garbage among all that a load makes
     assert gc.isenabled()
-
-
-def test_what_a_start_made_is_frozen_before_the_server_is_ready(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise each full collection walks over the engine's million objects while requests wait."""
-    did: list[str] = []
-    engine = FakeEngine(start=lambda: did.append("start"))
-
-    def ready(*_: object) -> None:
-        did.append("ready")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(gc, "freeze", lambda: did.append("freeze"))
-    monkeypatch.setitem(vars(runtime), "Engine", SimpleNamespace(from_pretrained=lambda *_, lead: engine))
-    monkeypatch.setattr(serve, "_tell_addresses", ready)
-    assert run("fake", "--port", "0")[0] == 0
-    assert did == ["freeze", "start", "freeze", "ready"]
 
 
 def test_a_leader_that_waits_for_its_followers_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ _COMPILERS = {
 }
 """A platform to the distributions that have its part of XLA."""
 _OWN_OPTIONS = ("ahead", "compiled", "program_folder", "show_progress", "threads")
-"""Fields of a runner's configuration that no program depends on."""
+"""Fields of a runner's configuration that no program depends on, and `threads`, which has its own fact."""
 _OF_BACKEND = (
     "attention",
     "recurrent",

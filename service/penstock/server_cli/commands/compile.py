@@ -31,7 +31,8 @@ examples:
 
 Then `penstock serve ./Qwen3-8B --tensor-parallel-size 4 --kv-cache-bytes 8G --compiled ./for-v5e-4` starts
 without compiling. Give both commands the same options. The server compares all that programs are made of, and
-where something differs it says what, and compiles. The folder holds machine code, so take only your own.
+where something differs it says what, and compiles. A CPU must have as many processors and threads. The folder
+holds machine code, so take only your own.
 Chips: cpu, {", ".join(CHIPS)}.
 Exit codes: 0 the folder is written; 1 it is not, and why is said.
 """

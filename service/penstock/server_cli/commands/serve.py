@@ -237,8 +237,6 @@ async def _serve_with(
     if not await _first(starting, *ends):
         return _End(int(failing.done()), by_force=True)
     starting.result()
-    gc.collect()
-    gc.freeze()  # what the start made lives as long as the process: no collection need walk over it again
     if front is None or await _first(asyncio.ensure_future(front.listening()), *ends):
         _tell_addresses(server, front, wanted.socket_is_private)
     has_failed = await _first(failing, stopping)
@@ -273,7 +271,7 @@ def _load(wanted: _Wanted) -> Engine:
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
     """Keep Python from looking for garbage: a load makes a million objects that stay, over which it would go
-    again and again, for a tenth of the load's processor time. `_serve_with` collects once.
+    again and again, for a tenth of the load's processor time. `Engine.start` collects once.
     """
     was_enabled = gc.isenabled()
     gc.disable()

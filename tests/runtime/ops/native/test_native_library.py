@@ -191,7 +191,7 @@ def test_of_two_processes_that_need_the_library_one_compiles(tmp_path: Path) -> 
     """
     folder, compiler, runs = tmp_path / "native", tmp_path / "c++", tmp_path / "runs"
     library = folder / builder.KERNELS.file_name()
-    lock = library.with_suffix(".lock")
+    lock = library.parent
     compiler.write_text(
         f"""#!/bin/sh
 for last; do :; done

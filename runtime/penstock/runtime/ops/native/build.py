@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,9 +136,7 @@ def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with library.with_suffix(".lock").open("a") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: each process compiles its own
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(folder):
             if library.is_file():  # another process has compiled it meanwhile
                 return library
             log.info("compiling the native kernels with %s; this is done once", compiler)
@@ -148,6 +146,26 @@ def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
     except OSError as error:
         raise BuildFailed(f"cannot write to {folder}: {error}") from error
     return library
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles for this folder. Where the file system has no locks, nobody waits,
+    and each process compiles its own.
+    """
+    held = os.open(
+        folder, os.O_RDONLY
+    )  # whoever may read the folder can lock it, other than a file of another user's
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("another process compiles the native kernels in %s: waiting for it", folder)
+                fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _compile(compiler: str, recipe: Recipe, scratch: Path) -> Path:
