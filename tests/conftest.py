@@ -139,7 +139,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if revision:
         changes = changes_since(revision)
         names = sorted(changes.places | changes.families | changes.pages | changes.built)
-        lines.insert(2, f"touched since {revision}, whose sweeps run whole: {', '.join(names) or 'nothing'}")
+        told = ", ".join(names) or "nothing"
+        lines.insert(2, f"touched since {revision}, whose sweeps run whole, but for COSTLY files: {told}")
     return lines
 
 

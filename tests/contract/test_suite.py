@@ -19,6 +19,7 @@ from tests.conftest import APART, FEWER, LONGEST, TOGETHER, draw_fewer_examples
 from tests.support.suite.disk import UNUSED_S, keep_newest, remove_unused
 from tests.support.suite.drawing import (
     BUILT,
+    COSTLY,
     FRONT_PARTS,
     GOLDEN_NAMES,
     MIRRORED,
@@ -122,11 +123,21 @@ def test_a_run_has_all_tests_of_one_thing_that_is_built_and_none_of_the_others()
         ("tests/storm/test_storm.py", "tests/storm/test_other.py", False),
         ("docs/quickstart.md", "tests/docs/test_blocks.py::test_x[docs/quickstart.md-grpcurl]", True),
         ("docs/quickstart.md", "tests/docs/test_blocks.py::test_x[docs/index.md]", False),
+        (
+            "tests/runtime/mesh/test_mesh_goldens.py",
+            "tests/runtime/mesh/test_mesh_goldens.py::test_x[2-olmo2]",
+            False,
+        ),
+        ("runtime/penstock/runtime/mesh/mesh.py", "tests/runtime/mesh/test_mesh_engine.py", False),
         ("a/file/that/is/gone.py", "tests/docs/test_blocks.py::test_x[docs/index.md]", False),
     ],
 )
 def test_a_change_runs_the_sweep_of_what_mirrors_it(changed: str, test: str, runs: bool) -> None:
     assert (key(test) in touched([changed], ROOT)) is runs
+
+
+def test_the_files_that_a_change_does_not_run_whole_are_there() -> None:
+    assert [file for file in sorted(COSTLY) if not (ROOT / file).is_file()] == []
 
 
 @pytest.mark.parametrize(

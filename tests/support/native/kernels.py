@@ -20,7 +20,6 @@ import pytest
 
 from penstock.runtime.ops.native import build, library
 from penstock.runtime.ops.native.library import Isa
-from tests.support.toolchains import alone_in
 
 NATIVE: dict[str, tuple[Isa, bool | None]] = {
     "avx2": (Isa.AVX2, None),
@@ -202,8 +201,7 @@ def running(name: str) -> Iterator[None]:
 
 @functools.cache
 def _register(emulated: _Library) -> ctypes.CDLL:
-    with alone_in(TEST_KERNELS):
-        opened = ctypes.CDLL(str(build.build(TEST_KERNELS, emulated.recipe)))
+    opened = ctypes.CDLL(str(build.build(TEST_KERNELS, emulated.recipe)))
     for target in emulated.targets:
         handler = jax.ffi.pycapsule(getattr(opened, target))
         jax.ffi.register_ffi_target(f"{target}_{emulated.suffix}", handler, platform="cpu")

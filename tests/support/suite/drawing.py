@@ -65,6 +65,19 @@ tests. Each of these is in another part, so that a run builds one of them.
 """
 WHOLE_PARTS = ("tests", "tests/runtime", "tests/service", "tests/clients")
 """A source directly in one of these touches every test there is, so the drawn seventh has to do."""
+COSTLY = frozenset(
+    {
+        "tests/runtime/mesh/test_mesh_engine.py",
+        "tests/runtime/mesh/test_mesh_goldens.py",
+        "tests/service/relay/test_all_tests.py",
+        "tests/service/servicers/test_goldens.py",
+        "tests/service/weights/test_fresh.py",
+    }
+)
+"""Files whose sweep takes from a quarter of an hour up. A run has of them what its number and the changed
+families draw, and not all where a change touches the file: otherwise one change of a file could take a run
+beyond its time.
+"""
 FAMILIES = "runtime/penstock/runtime/models/families"
 GOLDENS = "tests/golden"
 GOLDEN_NAMES = frozenset(
@@ -90,7 +103,7 @@ class Touched:
     def __contains__(self, key: SweepKey) -> bool:
         path = PurePosixPath(key.file)
         return (
-            any(str(place) in self.places for place in (path, *path.parents))
+            (key.file not in COSTLY and any(str(place) in self.places for place in (path, *path.parents)))
             or key.family in self.families
             or key.shared in self.built
             or (key.file.startswith(PAGES) and any(f"[{page}" in key.test for page in self.pages))
