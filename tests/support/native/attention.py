@@ -323,6 +323,26 @@ def runner(
     return run
 
 
+def alone(batch: Batch, row: int) -> tuple[Batch, slice]:
+    """Make a step whose only row is this one of a batch, so it is the first, and tell which tokens of the
+    batch it has.
+    """
+    new, first = int(batch.q_lens[row]), int(batch.q_lens[:row].sum())
+    starts, q_lens = np.zeros_like(batch.starts), np.zeros_like(batch.q_lens)
+    starts[0], q_lens[0] = batch.starts[row], new
+    moved = lambda x: np.roll(x, -first, axis=0)
+    step = dataclasses.replace(
+        batch,
+        q=moved(batch.q),
+        k=moved(batch.k),
+        v=None if batch.v is None else moved(batch.v),
+        starts=starts,
+        q_lens=q_lens,
+        table=np.roll(batch.table, -row, axis=0),
+    )
+    return step, slice(first, first + new)
+
+
 def check(batch: Batch, result: tuple[np.ndarray, np.ndarray], tolerance: float) -> None:
     """Assert that every token is close to the reference, that padding is finite, and that the cache has
     changed only where the new tokens were written.

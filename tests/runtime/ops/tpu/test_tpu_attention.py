@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from penstock.runtime.ops.kv_rows import kv_layer_shape
 from penstock.runtime.ops.tpu import chunk_attention as chunk_kernel
 from penstock.runtime.ops.tpu.attention import supports, tpu_paged_attention
-from tests.support.native.attention import Case, Options, Shape, check, draw, runner
+from tests.support.native.attention import Case, Options, Shape, alone, check, draw, runner
 
 BF16, F32, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int8)
 ROWS, WIDTH, PAGES, PAGE = 3, 6, 20, 16
@@ -106,6 +106,29 @@ def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case],
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_kernel, "MOST_BLOCK", 16)
         attends(cases, shape, options, seed, decode=False)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("decode", [True, False], ids=["decode", "chunks"])
+@settings(max_examples=3, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_a_row_has_the_same_bits_beside_others_and_alone(
+    decode: bool, data: st.DataObject, seed: int
+) -> None:
+    """Where it is the first row."""
+    shape, options = (sized if decode else chunked)(4, 2), Options(softcap=2.0, sinks=True)
+    past = st.integers(0, WIDTH * PAGE - TOKENS)
+    single = st.lists(st.builds(Case, past, st.just(1)), min_size=2, max_size=ROWS)
+    cases = data.draw(single if decode else steps())
+    row = data.draw(st.integers(0, len(cases) - 1))
+    batch = draw(cases, shape, options, seed)
+    batch = dataclasses.replace(batch, cache=batch.cache.view(BF16))
+    one, its = alone(batch, row)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_kernel, "MOST_BLOCK", 16)
+        run = step(shape, options, decode=decode)
+        together, by_itself = run(batch)[0][its], run(one)[0][: cases[row].new]
+    assert together.tobytes() == by_itself.tobytes()
 
 
 @pytest.mark.ci
