@@ -33,6 +33,7 @@ PACKAGES = (
 )
 COPY = "copy, GB/s"
 """The name of the figure with bytes read and bytes written."""
+PRODUCTS = "bf16 products, TFLOP/s"
 _CALLS = 10
 
 
@@ -62,7 +63,7 @@ def main() -> None:
     side = 512 if is_cpu else 8192
     left, right = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in (0, 1))
     rate = 2 * side**3 / seconds(jax.jit(jnp.matmul), left, right) / 1e12
-    result.add(**{"bf16 products, TFLOP/s": rate})
+    result.add(**{PRODUCTS: rate})
     result.say(f"{what}: copies {copied:.0f} GB/s, multiplies {rate:.3g} TFLOP/s in bf16")
 
 

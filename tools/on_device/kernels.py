@@ -29,6 +29,7 @@ from bench.workloads import TABLE, jobs
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
 from penstock.runtime.execution.backend import GPU_OPTIONS, capability_of
 from penstock.runtime.ops.attention import LONG_SPAN, AttentionOptions, make_meta, paged_attention
+from penstock.runtime.ops.cache_spec import PagedKV
 from penstock.runtime.ops.experts import StackedExperts
 from penstock.runtime.ops.experts import experts as xla_experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
@@ -36,6 +37,7 @@ from penstock.runtime.ops.gpu.experts import gpu_experts
 from penstock.runtime.ops.gpu.forms import FORMS, ON_HOPPER
 from tests.support.native.attention import Case, Options, Shape, draw, runner
 from tools.on_device.facts import seconds, wanted_device
+from tools.on_device.limits import UNKNOWN, Limits, limits_of, of_call
 from tools.on_device.steps import Result
 
 FURTHEST = 0.02
@@ -46,6 +48,10 @@ NEAR = 0.15
 """How far log-probabilities of equal prefixes may be from each other, in a model of bfloat16."""
 LAYERS, ITERATIONS = 4, 5
 """Calls that are timed together read so many caches in turn, and so do not find them in the GPU's cache."""
+PAGE = 64
+"""Positions of a page, where nothing else is said."""
+VALUE_BYTES = 2
+"""Of a number in bfloat16."""
 REPEATS = (0, 1, 2, 3)
 """Of the workload, whose prompts are generated from."""
 
@@ -67,7 +73,7 @@ class Sizes:
 
 
 def _shape(
-    rows: int, width: int, heads: int, kv_heads: int, dim: int, page: int = 64, tokens: int | None = None
+    rows: int, width: int, heads: int, kv_heads: int, dim: int, page: int = PAGE, tokens: int | None = None
 ) -> Shape:
     pages = rows * width
     return Shape(heads, kv_heads, dim, page, tokens or rows, rows, width, pages, dtype="bfloat16")
@@ -145,6 +151,7 @@ def main() -> None:
     parser.add_argument("what", choices=("operation", "chunks", "experts", "tokens"))
     parser.add_argument("--checkpoint", type=Path, help="the model of `tokens`")
     parser.add_argument("--cache", type=Path, help="where compiled programs are kept")
+    parser.add_argument("--facts", type=Path, help="the result of the step that measured the limits")
     parser.add_argument("--interpreted", action="store_true")
     parser.add_argument(
         "--capability", choices=[*FORMS], help="in the form for GPUs of this one (default: of the GPU here)"
@@ -159,11 +166,13 @@ def main() -> None:
     if not args.interpreted and FORMS.get(capability_of(device)) is not form:
         form = dataclasses.replace(form, in_tensor_memory=False)
     how: dict[str, Any] = {"form": form, "interpreted": args.interpreted}
+    limits = limits_of(device.platform, device.device_kind, args.facts)
     result = Result()
     result.say("it was loading or compiling")
     if args.what == "tokens":
         tokens(result, args.checkpoint, args.cache)
         return
+    result.add(limits=str(limits or UNKNOWN))
     interpreting: Any = plgpu
     with (
         interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams())
@@ -172,16 +181,24 @@ def main() -> None:
     ):
         if args.what == "experts":
             sizes = EXPERTS_INTERPRETED if args.interpreted else EXPERTS_ON_GPU
-            experts(result, sizes, functools.partial(gpu_experts, **how))
+            experts(result, sizes, functools.partial(gpu_experts, **how), limits)
         else:
             kernel = functools.partial(gpu_paged_attention, **how)
             tried = (INTERPRETED if args.interpreted else ON_GPU)[args.what]
-            attention(result, tried, kernel, interpreted=args.interpreted)
+            attention(result, tried, kernel, limits, interpreted=args.interpreted)
 
 
-def attention(result: Result, sizes: Sizes, kernel: Callable[..., Any], *, interpreted: bool) -> None:
-    """Measure the kernels in this form beside float64, and their times beside those of XLA's form. Of the
-    first case the error of XLA's form is told, too, to compare with.
+def attention(
+    result: Result,
+    sizes: Sizes,
+    kernel: Callable[..., Any],
+    limits: Limits | None,
+    *,
+    interpreted: bool,
+) -> None:
+    """Measure the kernels in this form beside float64, and their times beside those of XLA's form and beside
+    the bytes that a call must read and write. Of the first case the error of XLA's form is told, too, to
+    compare with.
     """
     xla = functools.partial(paged_attention, span=LONG_SPAN)
     rows: list[dict[str, Any]] = []
@@ -200,15 +217,22 @@ def attention(result: Result, sizes: Sizes, kernel: Callable[..., Any], *, inter
         rows.append({"case": name, **errors})
         result.add(**{"beside float64": rows})
     result.say(f"{'; '.join(wrong) or 'all right'}; nothing was timed")
+    heads, kv_heads, dim = (4, 2, 64) if interpreted else (16, 8, 128)
+    keys = PagedKV(kv_heads, dim)
     times: list[dict[str, Any]] = []
     for program_rows, used, new in sizes.timed:
         timers = {
-            form: _timer(op, program_rows, used, new, max(sizes.contexts), interpreted=interpreted)
+            form: _timer(
+                op, heads, keys, program_rows, used, new, max(sizes.contexts), interpreted=interpreted
+            )
             for form, op in (("kernel", kernel), ("XLA", xla))
         }
         for context in sizes.contexts:
-            taken = {f"{form}, us": 1e6 * timer(context) for form, timer in timers.items()}
-            times.append({"rows": used, "of": program_rows, "tokens": new, "context": context, **taken})
+            took_s = {form: timer(context) for form, timer in timers.items()}
+            near = of_call(attention_bytes(heads, keys, used, new, context), took_s["kernel"], limits)
+            taken = {f"{form}, us": 1e6 * taken_s for form, taken_s in took_s.items()}
+            row = {"rows": used, "of": program_rows, "tokens": new, "context": context}
+            times.append({**row, **taken, **near})
             result.add(**{"time of a call": times})
     largest = max(row["largest error, kernel"] for row in rows)
     gains = ", ".join(
@@ -221,16 +245,33 @@ def attention(result: Result, sizes: Sizes, kernel: Callable[..., Any], *, inter
         raise SystemExit("AssertionError: attention is wrong")
 
 
-def _timer(
-    op: Callable[..., Any], rows: int, used: int, new: int, longest: int, *, interpreted: bool
-) -> Callable[[int], float]:
-    """Measure the seconds of a call of the operation for Qwen3-0.6B's heads, as a function of the context.
-    `new`: tokens of the step of each row that is used.
+def attention_bytes(heads: int, keys: PagedKV, rows: int, new: int, context: int) -> int:
+    """Count what a call must read and write at least: pages in use, among them those with new keys and
+    values; queries and results.
     """
-    width = -(-longest // 64)
-    heads, kv_heads, dim = (4, 2, 64) if interpreted else (16, 8, 128)
+    pages = rows * -(-context // PAGE)
+    of_pages = pages * keys.page_bytes(PAGE, np.dtype(jnp.bfloat16))
+    return of_pages + 2 * rows * new * heads * keys.head_dim * VALUE_BYTES
+
+
+def _timer(
+    op: Callable[..., Any],
+    heads: int,
+    keys: PagedKV,
+    rows: int,
+    used: int,
+    new: int,
+    longest: int,
+    *,
+    interpreted: bool,
+) -> Callable[[int], float]:
+    """Measure the seconds of a call of the operation, as a function of the context. `new`: tokens of the step
+    of each row that is used.
+    """
+    width = -(-longest // PAGE)
+    kv_heads, dim = keys.num_kv_heads, keys.head_dim
     layers, iterations = (1, 1) if interpreted else (LAYERS, ITERATIONS)
-    shape = (used * width, 2, kv_heads, 64, dim)
+    shape = (used * width, 2, kv_heads, PAGE, dim)
 
     def run(kvs: tuple[jax.Array, ...], starts: jax.Array, q_lens: jax.Array, table: jax.Array) -> Any:
         meta = make_meta(
@@ -239,7 +280,7 @@ def _timer(
             page_table=table,
             num_tokens=rows if new == 1 else used * new,
             decode_only=new == 1,
-            page_size=64,
+            page_size=PAGE,
             num_pages=shape[0],
         )
 
@@ -287,8 +328,18 @@ EXPERTS_ON_GPU = ExpertSizes(2048, 768, 128, 8, rows=(1, 16, 512), checked=8)
 EXPERTS_INTERPRETED = ExpertSizes(64, 64, 4, 2, rows=(2,), checked=2)
 
 
-def experts(result: Result, sizes: ExpertSizes, kernel: Callable[..., Any]) -> None:
-    """Measure the kernel for experts in this form beside float64, and its times beside XLA's."""
+def experts_bytes(sizes: ExpertSizes, ids: np.ndarray) -> int:
+    """Count what a call must read and write at least: the weights of the experts of these ids [rows,
+    per_token], once; activations and results.
+    """
+    weights = int(np.unique(ids).size) * 3 * sizes.inner * sizes.hidden
+    return (weights + 2 * len(ids) * sizes.hidden) * VALUE_BYTES
+
+
+def experts(result: Result, sizes: ExpertSizes, kernel: Callable[..., Any], limits: Limits | None) -> None:
+    """Measure the kernel for experts in this form beside float64, and its times beside XLA's and beside the
+    bytes that a call must read and write.
+    """
     rng = np.random.default_rng(1)
     shapes = (2 * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)
     stacks = [
@@ -310,16 +361,17 @@ def experts(result: Result, sizes: ExpertSizes, kernel: Callable[..., Any]) -> N
                 inner = gate / (1 + np.exp(-gate)) * up
                 expected[row] += share * (stacks[1][expert].astype(np.float64) @ inner)
         line: dict[str, Any] = {"rows": rows}
+        taken_s = {}
         given = (jnp.asarray(x), jnp.asarray(ids, jnp.int32), jnp.asarray(weights), gate_up, down)
         for form, op in (("kernel", kernel), ("XLA", xla_experts)):
             compiled = jax.jit(functools.partial(op, activation="silu"))
             out = np.asarray(compiled(*given)).astype(np.float64)
             error = float(np.abs(out[: len(expected)] - expected).max())
-            took_s = seconds(functools.partial(compiled, *given))
-            line |= {f"largest error, {form}": error, f"{form}, us": 1e6 * took_s}
+            taken_s[form] = seconds(functools.partial(compiled, *given))
+            line |= {f"largest error, {form}": error, f"{form}, us": 1e6 * taken_s[form]}
             if not (error < FURTHEST_EXPERTS and np.isfinite(out).all()):
                 wrong.append(f"{rows} rows, {form}: error {error:.3g}")
-        found.append(line)
+        found.append(line | of_call(experts_bytes(sizes, ids), taken_s["kernel"], limits))
         result.add(experts=found)
     gains = ", ".join(
         f"{line['rows']} rows: {line['XLA, us']:.4g} to {line['kernel, us']:.4g} us" for line in found

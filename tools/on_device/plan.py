@@ -68,7 +68,7 @@ def stages(
     With `only`, the steps whose names begin with one of these. With more `minutes`, all limits are longer.
     """
     sizes = SIZES[platform]
-    cache, model = str(work / "xla"), str(work / "model")
+    cache, model, facts = (str(work / name) for name in ("xla", "model", "facts.json"))
 
     def module(name: str, *arguments: str) -> tuple[str, ...]:
         return python, "-m", name, *arguments
@@ -82,7 +82,7 @@ def stages(
             "--out",
             str(out),
             "--facts",
-            str(work / "facts.json"),
+            facts,
         )
         sized = ("--kv-bytes", str(sizes.kv_bytes), "--shrink", str(sizes.shrink), "--native", sizes.native)
         return module("tools.on_device.speed", what, *folders, *sized, *arguments)
@@ -103,7 +103,7 @@ def stages(
     ]
     kernels = (
         *(
-            step(f"kernels-{what}", 70, module("tools.on_device.kernels", what))
+            step(f"kernels-{what}", 70, module("tools.on_device.kernels", what, "--facts", facts))
             for what in ("operation", "chunks", "experts")
         ),
         step(

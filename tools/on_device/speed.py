@@ -26,6 +26,7 @@ from bench.workloads import TABLE, Group, Workload, jobs, shrunk
 from penstock.runtime import Engine
 from penstock.runtime.loading.checkpoint import load_config
 from tools.on_device.facts import COPY, wanted_device
+from tools.on_device.limits import UNKNOWN, limits_of, of_workload
 from tools.on_device.operations import Share, by_scope, device_events, of_decode_steps, shares
 from tools.on_device.steps import Result
 
@@ -95,6 +96,13 @@ def workload(result: Result, args: argparse.Namespace) -> None:
     shown = [name for name in (*chosen.figures, *BESIDE) if name in rows]
     result.add(figures=[{"figure": name, **dict(zip(SPREAD, rows[name], strict=True))} for name in shown])
     result.say(", ".join(f"{name} {rows[name][0]:.4g}" for name in chosen.figures if name in rows))
+    if len(chosen.groups) == 1:
+        device = jax.devices()[0]
+        limits = limits_of(device.platform, device.device_kind, args.facts)
+        middle = {name: median for name, (median, _, _) in rows.items()}
+        config = options.engine_config(_options(args))
+        near = of_workload(chosen, middle, load_config(args.checkpoint), config, limits)
+        result.add(limits=str(limits or UNKNOWN), **{"beside the limits": near})
     *_, last = record.read_lines(lines)
     result.add(compiles_after_warmup=last["compiles_after_warmup"])
     parts = [
