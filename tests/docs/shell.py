@@ -94,6 +94,7 @@ NOT_RUN = (
         _nothing,
     ),
     NotRun(r"curl [^\n]*127\.0\.0\.1:8080", "it needs Envoy; tests/deploy/envoy runs them", _nothing),
+    NotRun(r"git restore ", "it changes the reader's checkout", _nothing),
     NotRun(r"numactl ", "it needs a machine with several NUMA nodes", _nothing),
     NotRun(r"go install |protoc ", "it needs Go's plugins, from the network", _nothing),
     NotRun(

@@ -215,9 +215,10 @@ GRAMMARS = (
 )
 
 
-async def grammar(attack: Attack) -> str:
+async def grammar(attack: Attack, source: str | None = None) -> str:
+    """Send a grammar: this one, or one of GRAMMARS."""
     # The comment makes it a grammar that the server has not seen.
-    source = f"{attack.rng.choice(GRAMMARS)}\n// {attack.rng.getrandbits(64):x}\n"
+    source = f"{source or attack.rng.choice(GRAMMARS)}\n// {attack.rng.getrandbits(64):x}\n"
     request = attack.stream(constraint=types_pb2.Constraint(ebnf=source))
     return await ended(attack.inference.Stream(request, metadata=attack.bearer(), timeout=30))
 
@@ -231,11 +232,12 @@ TEMPLATES = (
 )
 
 
-async def template(attack: Attack) -> str:
+async def template(attack: Attack, source: str | None = None) -> str:
+    """Send a template: this one, or one of TEMPLATES."""
     request = inference_pb2.StreamRequest(
         chat=types_pb2.ChatPrompt(
             messages=[types_pb2.ChatMessage(role="user", content="hello")],
-            chat_template=attack.rng.choice(TEMPLATES),
+            chat_template=source or attack.rng.choice(TEMPLATES),
         ),
         stopping=types_pb2.StoppingParams(max_tokens=5),
     )

@@ -18,7 +18,7 @@ import grpc
 from penstock.v1 import control_pb2, control_pb2_grpc
 from tests.storm.apart import Answered, Callers, honest_callers
 from tests.storm.attack import Attack
-from tests.storm.faults import FAULTS
+from tests.storm.faults import FAULTS, TEMPLATES, grammar, template
 from tests.storm.honest import p99
 from tests.storm.target import Remains, Target, running
 
@@ -92,6 +92,9 @@ async def storm(
         _, quiet = await _beside(honest, asyncio.sleep(quiet_s))
         # What a server makes when it is first needed (threads, child processes, caches) is there afterwards.
         await _throw(attack, list(FAULTS), at_once=4, pause_s=0.0)
+        # One that takes too long has its process stopped; the next one starts another.
+        await template(attack, TEMPLATES[-1])
+        await grammar(attack, 'start: "a"')
         before = await _settled(target, attack)
         say(f"before: {before}")
         began = time.monotonic()
