@@ -72,6 +72,7 @@ MODELS = (
     "Qwen3-30B-A3B",  # experts by softmax
     "GLM-4.5-Air",  # experts by sigmoid, and a shared one
     "deepseek_v3",  # latent attention; the golden's small sizes
+    "DeepSeek-V2-Lite",  # latent attention of 576 channels, with experts by softmax beside it
     "LFM2-1.2B",  # convolutions
     "Qwen3.5-0.8B",  # gated delta rule
     "granite-4.0-h-tiny",  # Mamba-2

@@ -27,6 +27,7 @@ from penstock.runtime.execution.device_state import holds_for_attention
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
+from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV
 from penstock.runtime.ops.experts import experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.gpu.experts import gpu_experts
@@ -207,6 +208,9 @@ def test_tpus_have_a_kernel_for_decode_steps() -> None:
     backend = choose_backend(EngineConfig(native="require"), tpu)
     assert backend.attention is tpu_paged_attention
     assert [backend.decodes_natively(query, cache, None) for cache in (wide, narrow)] == [True, False]
+    latent = CacheSpec((LatentKV(512, 64),)).laid_out(backend.lanes)
+    sizes = {"page_size": 64, "num_slots": 4}
+    assert holds_for_attention(backend.decodes_natively, latent, dtype=BF16, kv_dtype=BF16, **sizes)
     off = choose_backend(EngineConfig(native="off"), tpu)
     assert isinstance(off.attention, partial)
 

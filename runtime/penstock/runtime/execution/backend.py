@@ -379,7 +379,7 @@ def _with_tpu_kernels(backend: Backend) -> Backend:
         needs_all_native=False,
         native_dtype=np.dtype(jnp.bfloat16),
         kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
-        "take keys and values in bfloat16 and a page_size in multiples of 16, and no latent attention",
+        "take keys and values in bfloat16 and a page_size in multiples of 16",
     )
 
 

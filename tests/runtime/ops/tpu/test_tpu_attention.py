@@ -6,10 +6,11 @@ What a row must not read is NaN, also within its pages.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from penstock.runtime.ops.kv_rows import kv_layer_shape
 from penstock.runtime.ops.tpu import chunk_attention as chunk_kernel
+from penstock.runtime.ops.tpu import decode_attention as decode_kernel
+from penstock.runtime.ops.tpu import latent_attention as latent_kernel
 from penstock.runtime.ops.tpu.attention import supports, tpu_paged_attention
 from tests.support.native.attention import Case, Options, Shape, alone, check, draw, runner
 
@@ -50,12 +53,29 @@ def attends(cases: list[Case], shape: Shape, options: Options, seed: int, *, dec
     assert not found.races_found
 
 
+@contextlib.contextmanager
+def short() -> Iterator[None]:
+    """Make blocks and spans of pages so short that a few tokens have several, as large steps do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_kernel, "MOST_BLOCK", 16)
+        patch.setattr(latent_kernel, "MOST_BLOCK", 16)
+        patch.setattr(latent_kernel, "GROUP_ROWS", 64)
+        patch.setattr(decode_kernel, "LATENT_SPAN", 2 * PAGE)
+        yield
+
+
 def chunked(heads: int, kv_heads: int, dim: int = 128) -> Shape:
     return Shape(heads, kv_heads, dim, PAGE, TOKENS, ROWS, WIDTH, PAGES, dtype="bfloat16", lanes=128)
 
 
 def sized(heads: int, kv_heads: int, dim: int = 128) -> Shape:
     return Shape(heads, kv_heads, dim, PAGE, ROWS, ROWS, WIDTH, PAGES, dtype="bfloat16", lanes=128)
+
+
+def latent(tokens: int, heads: int, dim: int, value_dim: int) -> Shape:
+    """With so many pages that spans of two come round."""
+    cache = (PAGE, tokens, ROWS, 2 * WIDTH, 2 * PAGES)
+    return Shape(heads, 1, dim, *cache, dtype="bfloat16", value_dim=value_dim, lanes=128)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +85,24 @@ def sized(heads: int, kv_heads: int, dim: int = 128) -> Shape:
         pytest.param(sized(8, 1, dim=256), Options(window=20), id="window", marks=pytest.mark.ci),
         pytest.param(sized(4, 2, dim=64), Options(sinks=True), id="narrow", marks=pytest.mark.ci),
         pytest.param(sized(3, 3), Options(chunk=24, softcap=2.0, sinks=True), id="everything"),
+        pytest.param(latent(ROWS, 20, 160, 128), Options(), id="latent", marks=pytest.mark.ci),
+        pytest.param(
+            latent(ROWS, 4, 48, 32),
+            Options(window=70, softcap=2.0, sinks=True),
+            id="narrow latent",
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 @settings(max_examples=3, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_rows_of_any_length(shape: Shape, options: Options, data: st.DataObject, seed: int) -> None:
     """And fewer rows than the program has."""
-    most = WIDTH * PAGE - 1
+    most = shape.width * PAGE - 1
     edges = st.sampled_from([0, PAGE - 1, PAGE, 2 * PAGE, most])
     pasts = data.draw(st.lists(edges | st.integers(0, most), min_size=1, max_size=ROWS))
-    attends([Case(past, 1) for past in pasts], shape, options, seed, decode=True)
+    with short():
+        attends([Case(past, 1) for past in pasts], shape, options, seed, decode=True)
 
 
 @st.composite
@@ -97,26 +125,32 @@ def steps(draw: st.DrawFn) -> list[Case]:
         pytest.param(chunked(4, 4, dim=256), Options(window=20), id="window", marks=pytest.mark.sweep),
         pytest.param(chunked(4, 2, dim=64), Options(sinks=True), id="narrow", marks=pytest.mark.sweep),
         pytest.param(chunked(3, 1), Options(window=10, chunk=24, softcap=2.0, sinks=True), id="everything"),
+        pytest.param(latent(TOKENS, 20, 160, 128), Options(), id="latent", marks=pytest.mark.ci),
+        pytest.param(
+            latent(TOKENS, 4, 48, 32),
+            Options(window=10, chunk=24, softcap=2.0, sinks=True),
+            id="narrow latent",
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 @settings(max_examples=3, deadline=None)
 @given(cases=steps(), seed=st.integers(0, 2**31))
 def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case], seed: int) -> None:
-    """Beside rows of one token. Blocks are short, so that a few tokens have several, as large steps do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_kernel, "MOST_BLOCK", 16)
+    """Beside rows of one token."""
+    with short():
         attends(cases, shape, options, seed, decode=False)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("decode", [True, False], ids=["decode", "chunks"])
+@pytest.mark.parametrize("shape", [sized(4, 2), chunked(4, 2), latent(TOKENS, 20, 160, 128)])
 @settings(max_examples=3, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_a_row_has_the_same_bits_beside_others_and_alone(
-    decode: bool, data: st.DataObject, seed: int
+    shape: Shape, data: st.DataObject, seed: int
 ) -> None:
     """Where it is the first row."""
-    shape, options = (sized if decode else chunked)(4, 2), Options(softcap=2.0, sinks=True)
+    decode, options = shape.tokens == ROWS, Options(softcap=2.0, sinks=True)
     past = st.integers(0, WIDTH * PAGE - TOKENS)
     single = st.lists(st.builds(Case, past, st.just(1)), min_size=2, max_size=ROWS)
     cases = data.draw(single if decode else steps())
@@ -124,8 +158,7 @@ def test_a_row_has_the_same_bits_beside_others_and_alone(
     batch = draw(cases, shape, options, seed)
     batch = dataclasses.replace(batch, cache=batch.cache.view(BF16))
     one, its = alone(batch, row)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_kernel, "MOST_BLOCK", 16)
+    with short():
         run = step(shape, options, decode=decode)
         together, by_itself = run(batch)[0][its], run(one)[0][: cases[row].new]
     assert together.tobytes() == by_itself.tobytes()
@@ -156,27 +189,34 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("window", [None, 300])
-def test_a_decode_step_copies_what_is_in_use(copied: list[int], window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "value_dim", "of_token"), [(None, None, 2 * 256), (300, None, 2 * 256), (None, 64, 256)]
+)
+def test_a_decode_step_copies_what_is_in_use(
+    copied: list[int], window: int | None, value_dim: int | None, of_token: int
+) -> None:
     """16 rows of 1,024 tokens, in a cache of twice as many, and nothing else. With a window of 300, a row
-    sees 300 tokens, which lie in the last 5 of its 16 pages.
+    sees 300 tokens, which lie in the last 5 of its 16 pages. Of latents a token has no value beside its key.
     """
-    shape = Shape(2, 1, 128, 64, 16, 16, 20, 512, dtype="bfloat16")
+    shape = Shape(2, 1, 128, 64, 16, 16, 20, 512, dtype="bfloat16", value_dim=value_dim)
     attends([Case(1023, 1)] * 16, shape, Options(window=window), 1, decode=True)
-    of_token = 2 * 128 * 2
     assert sum(copied) == 16 * (1024 if window is None else 5 * 64) * of_token
 
 
 @pytest.mark.sweep
-def test_a_step_with_chunks_copies_what_its_blocks_attend_to(copied: list[int]) -> None:
+@pytest.mark.parametrize("value_dim", [None, 64])
+def test_a_step_with_chunks_copies_what_its_blocks_attend_to(
+    copied: list[int], value_dim: int | None
+) -> None:
     """256 tokens: a chunk of 252 after 100 tokens, and 4 rows of one token after 1,023. Blocks have 128
     tokens; a block reads the pages up to its last token: 4 up to position 228, and 6 up to 352. Queries and
-    results are float32.
+    results are float32. With latents they are bfloat16, of 16 heads, and there are no values.
     """
-    shape = Shape(2, 1, 128, 64, 256, 5, 20, 128, dtype="bfloat16")
+    shape = Shape(2, 1, 128, 64, 256, 5, 20, 128, dtype="bfloat16", value_dim=value_dim)
     attends([Case(100, 252), *([Case(1023, 1)] * 4)], shape, Options(), 2, decode=False)
-    of_pages = (4 + 6 + 4 * 16) * 64 * (2 * 128 * 2)
-    assert sum(copied) == of_pages + 256 * 2 * (2 * 128 * 4)
+    planes, of_token = (2, 2 * 2 * 128 * 4) if value_dim is None else (1, 2 * 16 * 128 * 2)
+    of_pages = (4 + 6 + 4 * 16) * 64 * (planes * 128 * 2)
+    assert sum(copied) == of_pages + 256 * of_token
 
 
 @pytest.mark.parametrize(
@@ -187,7 +227,9 @@ def test_a_step_with_chunks_copies_what_its_blocks_attend_to(copied: list[int]) 
         (2, 8, 64, 64, BF16, False),
         (2, 8, 8, 128, BF16, False),
         (2, 128, 256, 128, BF16, False),  # two pages are more than the chip holds
-        (1, 1, 64, 640, BF16, False),  # latent attention
+        (1, 1, 64, 640, BF16, True),  # latent attention
+        (1, 2, 64, 640, BF16, False),
+        (1, 1, 64, 576, BF16, False),
         (2, 8, 64, 132, INT8, False),
         (2, 8, 64, 128, F32, False),
     ],

@@ -1,10 +1,11 @@
 """Paged attention on TPUs: programs for rows of one token call the kernel of `decode_attention`, others that
-of `chunk_attention`, and what these cannot do, XLA computes. Which of them it is is decided when a program is
-traced.
+of `chunk_attention` or, where all heads share a latent, of `latent_attention`. What these cannot do, XLA
+computes. Which of them it is is decided when a program is traced.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from penstock.runtime.ops.attention import (
 from penstock.runtime.ops.kv_rows import widened, write_kv
 from penstock.runtime.ops.tpu.chunk_attention import LEAST_BLOCK, block_for, chunk_attention
 from penstock.runtime.ops.tpu.decode_attention import decode_attention, takes
+from penstock.runtime.ops.tpu.latent_attention import latent_attention
 
 
 def supports(
@@ -33,9 +35,9 @@ def supports(
     _, planes, kv_heads, page_size, dim = kv.shape
     return (
         q.dtype == kv.dtype == jnp.bfloat16
-        and planes == 2
-        and value_dim is None
-        and takes(page_size, kv_heads, dim)
+        and (planes == 2 or kv_heads == 1)
+        and (planes == 1) == (value_dim is not None)
+        and takes(page_size, kv_heads, dim, planes)
     )
 
 
@@ -54,14 +56,16 @@ def tpu_paged_attention(
     """
     check_cache(q, v_new, kv, options.value_dim, may_be_wider=True)
     is_decode = meta.block_tokens.shape[1] == 1
-    fits = is_decode or block_for(q.shape[1], kv.shape[4]) >= LEAST_BLOCK
+    is_latent = options.value_dim is not None
+    fits = is_decode or is_latent or block_for(q.shape[1], kv.shape[4]) >= LEAST_BLOCK
     cannot = options.slopes is not None or meta.reach is not None
     if cannot or not fits or not supports(q, kv, options.value_dim):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
     dim, wide = q.shape[2], widened(q, kv.shape[4])  # the zeros of queries and keys add nothing
     if not is_decode:
-        chunks = chunk_attention(
+        attend = partial(latent_attention, value_dim=options.value_dim) if is_latent else chunk_attention
+        chunks = attend(
             wide,
             kv,
             meta.starts,
@@ -86,6 +90,7 @@ def tpu_paged_attention(
         options.sinks,
         scale=options.scale,
         softcap=options.softcap,
+        value_dim=options.value_dim,
         interpret=interpret,
     )
     return out[..., :dim], kv

@@ -5,14 +5,12 @@ pages to the chip's memory, a few pages ahead, and keeps an online softmax for e
 `decode_attention` does for rows of one token. A block reads each page once that any of its tokens attends to,
 so the larger the blocks, the less is read: a prompt of n tokens is read about n / (2 * block) times.
 
-Queries come and results go in pieces of 1, 2, 4, ... tokens that are together what the block has, so a row of
-one token copies no more than its own, and no block touches what belongs to another.
+A row of one token copies no more than its own, and no block touches what belongs to another.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ from jax import Array, lax
 from penstock.runtime.ops.attention import blocks_of
 from penstock.runtime.ops.tpu.decode_attention import LANES, stages_for
 from penstock.runtime.ops.tpu.online_softmax import OnlineSoftmax
+from penstock.runtime.ops.tpu.paging import Pages, Visible, in_pieces
 
 MOST_BLOCK = 128
 """Most tokens of a block, a power of two."""
@@ -74,29 +73,7 @@ def chunk_attention(
     firsts = (jnp.cumsum(q_lens) - q_lens)[rows] + before
     positions = starts[rows] + before
 
-    def oldest_of(position: Any) -> Any:
-        """Return the oldest position that the first token of a block attends to."""
-        oldest = jnp.int32(0)
-        if window is not None:
-            oldest = jnp.maximum(oldest, position - (window - 1))
-        if chunk is not None:
-            oldest = jnp.maximum(oldest, position - lax.rem(position, jnp.int32(chunk)))
-        return oldest
-
-    def seen_by(asking: Any, at: Any, position: Any) -> Any:
-        """Tell which positions `at` the tokens at `asking` attend to, in a block that begins at
-        `position`.
-        """
-        seen = at <= asking
-        if window is not None:
-            seen &= at > asking - window
-        if chunk is not None:
-            began = position - lax.rem(position, jnp.int32(chunk))
-            own = began
-            for n in range(1, block // chunk + 2):
-                own = own + jnp.where(asking >= began + n * chunk, chunk, 0)
-            seen &= at >= own
-        return seen
+    visible = Visible(block, window, chunk)
 
     def kernel(
         rows_ref: Any,
@@ -112,55 +89,30 @@ def chunk_attention(
         number = pl.program_id(0)
         first, position, count = firsts_ref[number], positions_ref[number], counts_ref[number]
 
-        def pieces(copy: Callable[[Any, Any], Any]) -> None:
-            """Copy the block's tokens between the memories: wait for what all pieces have started."""
-            for finish in (False, True):
-                size = block
-                while size:
-                    place = count - lax.rem(count, jnp.int32(2 * size))
-
-                    @pl.when(lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1)
-                    def _(size: int = size, place: Any = place, finish: bool = finish) -> None:
-                        piece = copy(pl.ds(first + place, size), pl.ds(place, size))
-                        piece.wait() if finish else piece.start()
-
-                    size //= 2
-
         @pl.when(count > 0)
         def _() -> None:
-            begin = lax.div(oldest_of(position), jnp.int32(page_size))
+            begin = lax.div(visible.oldest(position), jnp.int32(page_size))
             num_pages = lax.div(position + count + (page_size - 1), jnp.int32(page_size)) - begin
-
-            def fetching(i: Any) -> Any:
-                stage = lax.rem(i, jnp.int32(stages))
-                page = kv_ref.at[table_ref[0, 0, begin + i]]
-                return pltpu.make_async_copy(page, pages.at[stage], arrived.at[stage])
-
-            for i in range(stages - 1):
-
-                @pl.when(i < num_pages)
-                def _(i: int = i) -> None:
-                    fetching(jnp.int32(i)).start()
-
-            pieces(lambda far, near: pltpu.make_async_copy(q_ref.at[far], moved.at[near], moving))
+            fetched = Pages(kv_ref, lambda i: table_ref[0, 0, i], pages, arrived, begin, num_pages)
+            fetched.begin()
+            in_pieces(
+                block,
+                first,
+                count,
+                lambda far, near: pltpu.make_async_copy(q_ref.at[far], moved.at[near], moving),
+            )
             for h in range(num_heads):
                 queries[h] = moved[:, h, :].astype(jnp.bfloat16)
             softmax = OnlineSoftmax(peaks, totals, sums)
             softmax.begin()
 
             def step(i: Any, carry: None) -> None:
-                @pl.when(i + (stages - 1) < num_pages)
-                def _() -> None:
-                    fetching(i + (stages - 1)).start()
-
-                fetching(i).wait()
-                stage = lax.rem(i, jnp.int32(stages))
-                here = (begin + i) * page_size
+                stage, here = fetched.take(i)
                 at = here + lax.broadcasted_iota(jnp.int32, (block, page_size), 1)
                 token = lax.broadcasted_iota(jnp.int32, (block, page_size), 0)
-                seen = seen_by(position + token, at, position) & (token < count)
+                seen = visible.seen(position + token, at, position) & (token < count)
                 held = here + lax.broadcasted_iota(jnp.int32, (page_size, dim), 0)
-                held = (held >= oldest_of(position)) & (held < position + count)
+                held = (held >= visible.oldest(position)) & (held < position + count)
                 for head in range(kv_heads):
                     keys = pages[stage, 0, head]
                     # What nobody attends to may be NaN, so it must not even be multiplied by zero.
@@ -169,11 +121,16 @@ def chunk_attention(
                     for h in range(head * group, (head + 1) * group):
                         softmax.take(h, queries[h], keys, values, seen, scale=scale, softcap=softcap)
 
-            lax.fori_loop(0, num_pages, step, None)
+            lax.fori_loop(0, fetched.num_steps, step, None)
             for h in range(num_heads):
                 sink = sink_ref[0][h, :1, :1] if sink_ref else None
                 moved[:, h, :] = softmax.result(h, sink)
-            pieces(lambda far, near: pltpu.make_async_copy(moved.at[near], out_ref.at[far], moving))
+            in_pieces(
+                block,
+                first,
+                count,
+                lambda far, near: pltpu.make_async_copy(moved.at[near], out_ref.at[far], moving),
+            )
 
     width = page_table.shape[1]
     given, specs = [], []

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.ops.tpu.online_softmax import OnlineSoftmax
+from penstock.runtime.ops.tpu.paging import Pages
 
 LANES = 128
 """Channels of a head come in whole multiples of so many."""
@@ -32,17 +33,31 @@ _PAGES_BYTES = 8 * 2**20
 """What the pages that are on their way may take of the chip's memory, which has 16 MiB for a kernel."""
 
 
-def stages_for(page_size: int, kv_heads: int, dim: int) -> int:
-    """Tell how many pages are on the chip at a time; less than 2 do not do."""
-    return min(_MOST_STAGES, _PAGES_BYTES // (2 * kv_heads * page_size * dim * 2))
+LATENT_SPAN = 256
+"""Positions of latents that are multiplied at a time: as many as the chips' units for products have columns.
+With a page of 64, three quarters of these would be idle, and many heads ask for each position.
+"""
 
 
-def takes(page_size: int, kv_heads: int, dim: int) -> bool:
+def span_for(page_size: int, planes: int) -> int:
+    """Tell how many pages are multiplied at a time."""
+    return max(1, LATENT_SPAN // page_size) if planes == 1 else 1
+
+
+def stages_for(page_size: int, kv_heads: int, dim: int, planes: int = 2) -> int:
+    """Tell for how many pages, or spans of pages, the chip has places; less than 2 do not do."""
+    span = span_for(page_size, planes)
+    return min(_MOST_STAGES, _PAGES_BYTES // (span * planes * kv_heads * page_size * dim * 2))
+
+
+def takes(page_size: int, kv_heads: int, dim: int, planes: int = 2) -> bool:
     """Say whether the kernel can compute with such pages and heads."""
-    return dim % LANES == 0 and page_size % SUBLANES == 0 and stages_for(page_size, kv_heads, dim) >= 2
+    return (
+        dim % LANES == 0 and page_size % SUBLANES == 0 and stages_for(page_size, kv_heads, dim, planes) >= 2
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "softcap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "softcap", "value_dim", "interpret"))
 def decode_attention(
     q: Array,
     kv: Array,
@@ -53,20 +68,22 @@ def decode_attention(
     *,
     scale: float,
     softcap: float | None = None,
+    value_dim: int | None = None,
     interpret: Any = False,
 ) -> Array:
     """Compute attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] ->
-    bfloat16 [R, H, D].
+    bfloat16 [R, H, D]. With `value_dim` kv has one plane, and the result that many channels.
 
     Row r attends to its positions from oldest[r] up to ends[r], which is exclusive, and 0 for a padding row;
     page_table int32[R, P] has the page of each position. What lies elsewhere may be NaN. `sinks` float32[H],
-    `scale` and `softcap` are as in `AttentionOptions`. `interpret`: as `pallas_call` takes it.
+    `scale`, `softcap` and `value_dim` are as in `AttentionOptions`. `interpret`: as `pallas_call` takes it.
     """
     num_rows, num_heads, dim = q.shape
-    _, _, kv_heads, page_size, _ = kv.shape
+    _, planes, kv_heads, page_size, _ = kv.shape
     group = num_heads // kv_heads
     spare = -group % SUBLANES
-    stages = stages_for(page_size, kv_heads, dim)
+    stages, span = stages_for(page_size, kv_heads, dim, planes), span_for(page_size, planes) * page_size
+    wide = dim if value_dim is None else -(-value_dim // LANES) * LANES
     by_head = (kv_heads, group + spare)
 
     def kernel(oldest_ref: Any, ends_ref: Any, table_ref: Any, q_ref: Any, *others: Any) -> None:
@@ -78,43 +95,29 @@ def decode_attention(
         softmax = OnlineSoftmax(peaks, totals, sums)
         softmax.begin()
 
-        def fetching(i: Any) -> Any:
-            stage = lax.rem(i, jnp.int32(stages))
-            page = kv_ref.at[table_ref[0, 0, first + i]]
-            return pltpu.make_async_copy(page, pages.at[stage], arrived.at[stage])
-
-        for i in range(stages - 1):
-
-            @pl.when(i < count)
-            def _(i: int = i) -> None:
-                fetching(jnp.int32(i)).start()
+        fetched = Pages(kv_ref, lambda i: table_ref[0, 0, i], pages, arrived, first, count)
+        fetched.begin()
 
         def step(i: Any, carry: None) -> None:
-            @pl.when(i + (stages - 1) < count)
-            def _() -> None:
-                fetching(i + (stages - 1)).start()
-
-            fetching(i).wait()
-            stage = lax.rem(i, jnp.int32(stages))
-            begin = (first + i) * page_size
-            at = begin + lax.broadcasted_iota(jnp.int32, (by_head[1], page_size), 1)
+            stage, begin = fetched.take(i)
+            at = begin + lax.broadcasted_iota(jnp.int32, (by_head[1], span), 1)
             seen = (at >= seen_from) & (at < seen_to)
-            held = begin + lax.broadcasted_iota(jnp.int32, (page_size, dim), 0)
+            held = begin + lax.broadcasted_iota(jnp.int32, (span, wide), 0)
             held = (held >= seen_from) & (held < seen_to)
             for head in range(kv_heads):
                 # What the row does not attend to may be NaN, so it must not even be multiplied by zero.
-                values = jnp.where(held, pages[stage, 1, head].astype(jnp.float32), 0.0)
+                values = pages[stage, planes - 1, head, :, :wide].astype(jnp.float32)
                 softmax.take(
                     head,
                     q_ref[0, head],
                     pages[stage, 0, head],
-                    values.astype(jnp.bfloat16),
+                    jnp.where(held, values, 0.0).astype(jnp.bfloat16),
                     seen,
                     scale=scale,
                     softcap=softcap,
                 )
 
-        lax.fori_loop(0, count, step, None)
+        lax.fori_loop(0, fetched.num_steps, step, None)
         for head in range(kv_heads):
             sink = sink_ref[0][head, :, :1] if sink_ref else None
             out_ref[0, head] = softmax.result(head, sink).astype(jnp.bfloat16)
@@ -132,7 +135,7 @@ def decode_attention(
         specs.append(pl.BlockSpec((*by_head, LANES), lambda row, *_: (0, 0, 0)))
     out: Array = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((num_rows, *by_head, dim), jnp.bfloat16),
+        out_shape=jax.ShapeDtypeStruct((num_rows, *by_head, wide), jnp.bfloat16),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(num_rows,),
@@ -142,16 +145,16 @@ def decode_attention(
                 *specs,
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
-            out_specs=of_row(*by_head, dim),
+            out_specs=of_row(*by_head, wide),
             scratch_shapes=[
-                pltpu.VMEM((stages, 2, kv_heads, page_size, dim), jnp.bfloat16),
+                pltpu.VMEM((stages, planes, kv_heads, span, dim), jnp.bfloat16),
                 pltpu.VMEM((*by_head, LANES), jnp.float32),
                 pltpu.VMEM((*by_head, LANES), jnp.float32),
-                pltpu.VMEM((*by_head, dim), jnp.float32),
+                pltpu.VMEM((*by_head, wide), jnp.float32),
                 pltpu.SemaphoreType.DMA((stages,)),
             ],
         ),
         name="decode_attention",
         interpret=interpret,
     )(oldest, ends, page_table.reshape(num_rows, 1, width), asked, *given, kv)
-    return out[:, :, :group].reshape(num_rows, num_heads, dim)
+    return out[:, :, :group].reshape(num_rows, num_heads, wide)[..., :value_dim]
