@@ -2,7 +2,8 @@
 
 The models have the heads, widths and experts of published ones, one layer of each of their kinds, and a small
 vocabulary. What is tried of each program: it compiles, no program copies the cache or a weight in memory, its
-scratch memory is near what `penstock plan` estimates, and decode steps attend by a kernel where there is one.
+scratch memory is near what `penstock plan` estimates, decode steps attend by a kernel where there is one, and
+on TPUs a kernel computes the experts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pytest
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device_state import bytes_beside_arguments
-from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.config import ExpertsConfig, ModelConfig
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.planning.absent import (
     absent_backend,
@@ -52,8 +53,10 @@ OPTIONS = EngineConfig(
     max_image_tokens=64,
     compilation_cache=None,
 )
-KERNEL = re.compile('custom_call_target="(tpu_custom_call|mosaic_gpu)')
+KERNEL = re.compile(r'(\S+) = .*custom_call_target="(?:tpu_custom_call|mosaic_gpu)')
 """How a kernel in Pallas is called."""
+OF_EXPERTS = "%grouped_product"
+"""What the name of the kernel for experts on TPUs begins with."""
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 )
@@ -149,6 +152,7 @@ def check(model: str, machine: Machine, record: Record, **ways: Any) -> None:
         )
         for kept in builder.cache.paged
     )
+    with_experts = sum(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
     begun_s = time.process_time()
     wrong = []
     kinds: set[str] = set()
@@ -162,8 +166,13 @@ def check(model: str, machine: Machine, record: Record, **ways: Any) -> None:
         }
         if found := [each for each in copied(text, large) if each not in moves]:
             wrong.append(f"{name_of(job)} copies {', '.join(found)}")
-        if isinstance(job, ProgramKey) and job.decode_only and bool(KERNEL.search(text)) != has_kernel:
+        kernels = KERNEL.findall(text)
+        of_experts = sum(each.startswith(OF_EXPERTS) for each in kernels)
+        attends = len(kernels) > of_experts
+        if isinstance(job, ProgramKey) and job.decode_only and attends != has_kernel:
             wrong.append(f"{name_of(job)} has {'no' if has_kernel else 'a'} kernel")
+        if isinstance(job, ProgramKey) and of_experts != 2 * with_experts * machine.chip.is_tpu:
+            wrong.append(f"{name_of(job)} has {of_experts} kernels for {with_experts} layers with experts")
         found_kinds = set(COLLECTIVE.findall(text))
         kinds |= found_kinds
         if others := found_kinds - collectives_of(machine, options):

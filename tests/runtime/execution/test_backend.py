@@ -39,6 +39,7 @@ from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
 from penstock.runtime.ops.sampler import sample, token_logprobs
 from penstock.runtime.ops.tpu.attention import tpu_paged_attention
+from penstock.runtime.ops.tpu.experts import tpu_experts
 from penstock.runtime.requests.request import StoppingParams
 from tests.support.collector import GREEDY_PARAMS
 from tests.support.models.toy import toy_engine, toy_model, toy_tokens
@@ -201,7 +202,7 @@ def test_a_kernel_is_asked_with_the_heads_that_the_model_has(num_heads: int, is_
     assert found == is_native
 
 
-def test_tpus_have_a_kernel_for_decode_steps() -> None:
+def test_tpus_have_kernels_for_attention_and_experts() -> None:
     tpu = cast("Any", Accelerator(None, platform="tpu", device_kind="TPU v5 lite"))
     query = jax.ShapeDtypeStruct((1, 1, 128), BF16)
     wide, narrow = (jax.ShapeDtypeStruct((9, 2, 8, 64, dim), BF16) for dim in (128, 64))
@@ -211,8 +212,10 @@ def test_tpus_have_a_kernel_for_decode_steps() -> None:
     latent = CacheSpec((LatentKV(512, 64),)).laid_out(backend.lanes)
     sizes = {"page_size": 64, "num_slots": 4}
     assert holds_for_attention(backend.decodes_natively, latent, dtype=BF16, kv_dtype=BF16, **sizes)
+    assert backend.linear_format(BF16, "none").experts is tpu_experts
     off = choose_backend(EngineConfig(native="off"), tpu)
     assert isinstance(off.attention, partial)
+    assert off.linear_format(BF16, "none").experts is experts
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 
 from bench.measures.cost import layer_weights
 from penstock.runtime.models import params
@@ -29,6 +31,7 @@ from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.gpu.experts import gpu_experts
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.experts import NO_EXPERT
+from penstock.runtime.ops.tpu.experts import tpu_experts
 from tests.support.suite.drawing import few
 
 EXPERTS = ExpertsConfig(num_experts=12, per_token=4, intermediate_size=64)
@@ -162,6 +165,17 @@ def test_experts_of_the_kernel_for_gpus_agree_with_float32(make_sequence: Any, k
     with interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams()):
         state = random_weights(config, "bfloat16", grouped)
         tried = make_sequence(config, state, "bfloat16", grouped).feed(PROMPT)
+    assert np.abs(tried - exact).max() < 0.06 * np.ptp(exact)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["softmax", "groups", "gpt_oss", "weighed input"])
+def test_experts_of_the_kernel_for_tpus_agree_with_float32(make_sequence: Any, kind: str) -> None:
+    interpreted = partial(tpu_experts, interpret=pltpu.InterpretParams())
+    config, grouped = model(KINDS[kind]), LinearFormat(experts=interpreted)
+    exact = make_sequence(config, random_weights(config, "float32", PLAIN), "float32").feed(PROMPT)
+    state = random_weights(config, "bfloat16", grouped)
+    tried = make_sequence(config, state, "bfloat16", grouped).feed(PROMPT)
     assert np.abs(tried - exact).max() < 0.06 * np.ptp(exact)
 
 

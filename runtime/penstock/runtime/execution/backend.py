@@ -371,10 +371,12 @@ def _with_gpu_kernels(backend: Backend, form: GpuForm) -> Backend:
 def _with_tpu_kernels(backend: Backend) -> Backend:
     # Imported here, because Pallas for TPUs takes a second, which nobody else should wait for.
     from penstock.runtime.ops.tpu.attention import supports, tpu_paged_attention  # noqa: PLC0415
+    from penstock.runtime.ops.tpu.experts import tpu_experts  # noqa: PLC0415
 
     return replace(
         backend,
         attention=tpu_paged_attention,
+        experts=tpu_experts,
         decodes_natively=supports,
         needs_all_native=False,
         native_dtype=np.dtype(jnp.bfloat16),

@@ -384,7 +384,8 @@ class Embedding(Linear):
         if self.form.codes is not None:
             return rows_of(table, token_ids, self.in_size, self.dtype)
         by_bits = self._gathered_by_bits if table.dtype.itemsize == 2 else self._gathered
-        tokens_last = not self.packed and has_outputs_last(table)
+        in_blocks = table.shape[0] % TPU_LANES == 0
+        tokens_last = not self.packed and in_blocks and has_outputs_last(table)
         rows: jax.Array = jax.lax.platform_dependent(
             table,
             token_ids,
@@ -417,8 +418,8 @@ class Embedding(Linear):
 
 def rows_by_blocks(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Read rows token_ids int32 [T] of a table [V, E] -> [T, E], each out of the block of 128 tokens that has
-    it. XLA's TPU backend stores a table by blocks of so many tokens where `has_outputs_last`. It would copy
-    the whole table to gather rows.
+    it; V is a multiple of that. XLA's TPU backend stores a table by blocks of so many tokens where
+    `has_outputs_last`. It would copy the whole table to gather rows.
     """
     table = as_stored(table)
 

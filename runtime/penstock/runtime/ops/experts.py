@@ -4,6 +4,7 @@ not packed. Arguments and results are those of `native.experts`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from penstock.runtime.ops.adapters import ExpertAdapters, added, delta
 from penstock.runtime.ops.codes import OUTPUTS, matmul_codes
 from penstock.runtime.ops.native.activations import Activation
-from penstock.runtime.ops.native.experts import Score
+from penstock.runtime.ops.native.experts import NO_EXPERT, Score
 from penstock.runtime.ops.products import as_stored, gated, matmul_int8, matmul_transposed
 
 _TINY = np.float32(1e-20)
@@ -128,8 +129,8 @@ def experts(
 
     The experts are computed one after the other, each for all rows. `jax.lax.ragged_dot` would compute as
     much: except on a TPU it is a product of all rows with all experts, and its operand has the rows once for
-    each expert, which no memory could hold in a long prompt. On Hopper GPUs `ops.gpu.experts` computes only
-    what was chosen.
+    each expert, which no memory could hold in a long prompt. `ops.gpu.experts` and `ops.tpu.experts` compute
+    only what was chosen.
 
     What adapters add is computed for the choices alone: to gate_up before the experts, and to down after
     them, of what stood between the two.
@@ -172,6 +173,47 @@ def experts(
     if adapters is not None and chosen_rows is not None and between is not None:
         more = delta(between.reshape(-1, between.shape[2]), chosen_rows, adapters.down)
         chosen = added(chosen, more.reshape(chosen.shape), adapters.rows)
+    return weighed_sum(chosen, None if weigh_input else weights).astype(x.dtype)
+
+
+def grouped_experts(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: StackedExperts,
+    down: StackedExperts,
+    *,
+    activation: Activation,
+    limit: float,
+    weigh_input: bool,
+    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Compute `experts` by products of rows with the weights of their own expert, without adapters and for
+    weights in the model's dtype.
+
+    product: is given rows [N, in], sorted by expert, the weights [E, out, in], and how many rows each expert
+    has, int32 [E], and returns float32 [N, out]. Rows without an expert come last, and what it returns for
+    them is not read.
+    """
+    num_experts, per_token = gate_up.weight.shape[0], ids.shape[1]
+    has_expert = ids != NO_EXPERT
+    expert = jnp.where(has_expert, ids, num_experts).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    numbers = jnp.arange(num_experts, dtype=jnp.int32)
+    sizes = (expert[:, None] == numbers[None, :]).sum(axis=0, dtype=jnp.int32)
+    sorted_expert = jnp.minimum(expert[order], num_experts - 1)
+    rows = x[order // per_token]
+    if weigh_input:
+        rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order, None]).astype(x.dtype)
+
+    def of_rows(rows: jax.Array, stack: StackedExperts) -> jax.Array:
+        y = product(rows, stack.weight, sizes)
+        return y if stack.bias is None else y + stack.bias.astype(jnp.float32)[sorted_expert]
+
+    inner = gated(activation, of_rows(rows, gate_up), limit).astype(x.dtype)
+    out = of_rows(inner, down)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+    chosen = jnp.where(has_expert[:, :, None], out[places].reshape(*ids.shape, -1), np.float32(0))
     return weighed_sum(chosen, None if weigh_input else weights).astype(x.dtype)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.ops.adapters import ExpertAdapters
-from penstock.runtime.ops.experts import StackedExperts, experts, weighed_sum
+from penstock.runtime.ops.experts import StackedExperts, experts, grouped_experts
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.tiles import (
     ACC,
@@ -36,8 +36,6 @@ from penstock.runtime.ops.gpu.tiles import (
     zeros,
 )
 from penstock.runtime.ops.native.activations import Activation
-from penstock.runtime.ops.native.experts import NO_EXPERT
-from penstock.runtime.ops.products import gated
 
 _OUTPUTS = (128, 64)
 """How many outputs a block may have: the first that divides their number."""
@@ -84,26 +82,17 @@ def gpu_experts(
             weigh_input=weigh_input,
             adapters=adapters,
         )
-    num_experts, per_token = gate_up.weight.shape[0], ids.shape[1]
-    has_expert = ids != NO_EXPERT
-    expert = jnp.where(has_expert, ids, num_experts).reshape(-1)
-    order = jnp.argsort(expert, stable=True)
-    numbers = jnp.arange(num_experts, dtype=jnp.int32)
-    sizes = (expert[:, None] == numbers[None, :]).sum(axis=0, dtype=jnp.int32)
-    sorted_expert = jnp.minimum(expert[order], num_experts - 1)
-    rows = x[order // per_token]
-    if weigh_input:
-        rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order, None]).astype(x.dtype)
-
-    def product(rows: Array, stack: StackedExperts) -> Array:
-        y: Array = grouped_product(rows, stack.weight, sizes, form=form, interpreted=interpreted)
-        return y if stack.bias is None else y + stack.bias.astype(jnp.float32)[sorted_expert]
-
-    inner = gated(activation, product(rows, gate_up), limit).astype(x.dtype)
-    out = product(inner, down)
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
-    chosen = jnp.where(has_expert[:, :, None], out[places].reshape(*ids.shape, -1), jnp.float32(0))
-    return weighed_sum(chosen, None if weigh_input else weights).astype(x.dtype)
+    return grouped_experts(
+        x,
+        ids,
+        weights,
+        gate_up,
+        down,
+        activation=activation,
+        limit=limit,
+        weigh_input=weigh_input,
+        product=functools.partial(grouped_product, form=form, interpreted=interpreted),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("form", "interpreted"))
