@@ -53,7 +53,7 @@ OPTIONS = EngineConfig(
     max_image_tokens=64,
     compilation_cache=None,
 )
-KERNEL = re.compile(r'(\S+) = .*custom_call_target="(?:tpu_custom_call|mosaic_gpu)')
+KERNEL = re.compile(r'^\s+(?:ROOT )?(%[\w.-]+) = .*custom_call_target="(?:tpu_custom_call|mosaic_gpu)', re.M)
 """How a kernel in Pallas is called."""
 OF_EXPERTS = "%grouped_product"
 """What the name of the kernel for experts on TPUs begins with."""
