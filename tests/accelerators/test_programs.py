@@ -201,6 +201,24 @@ def test_every_program_compiles(model: str, chip: str, record_property: Record) 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
+    ("model", "machine"),
+    [
+        ("gemma-2-9b", "tpu-v5e"),
+        ("DeepSeek-V2-Lite", "tpu-v6e"),
+        ("Qwen3-4B", "tpu-v7x"),
+        ("Qwen3-4B", "tpu-v5e-4"),
+    ],
+)
+def test_every_program_compiles_with_a_cache_of_int8(
+    model: str, machine: str, record_property: Record
+) -> None:
+    """On TPUs, whose XLA would copy a cache of int8 that lies as on other platforms."""
+    prepare()
+    check(model, read_machine(machine), record_property, kv_cache_dtype="int8")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
     ("model", "machine", "ways"),
     [
         ("Qwen3-4B", "tpu-v5e-4", ()),

@@ -412,6 +412,26 @@ def test_native_kernels_give_the_same_bits(
     assert sum(each.proposed_tokens for each in found[1]) > 50
 
 
+@pytest.mark.sweep
+def test_a_cache_of_int8_in_columns_gives_the_same_answers(tmp_path: Path) -> None:
+    """As a TPU's lies, here computed by XLA: latents, and the states from which heads guess."""
+    folder, guesses = guessing("deepseek_v3", tmp_path)
+    case = expected("deepseek_v3")[0]
+    found = []
+    for lanes in (1, 128):
+        backend = dataclasses.replace(toy_backend(), attention=paged_attention, lanes=lanes)
+        changes = {**guesses, "kv_cache_dtype": "int8", "kv_cache_bytes": 4 << 20}
+        options = dataclasses.replace(small_config("deepseek_v3"), **changes)
+        engine = Engine(load_model(folder, options, backend), options, backend=backend)
+        engine.start()
+        found.append(answers(engine, [greedy("r", case["prompt"], 40)])[0])
+        engine.shutdown()
+    rows, columns = found
+    assert (columns.tokens, columns.error) == (rows.tokens, None)
+    assert columns.proposed_tokens == rows.proposed_tokens > 0
+    assert columns.accepted_tokens == rows.accepted_tokens
+
+
 EAGLE_LLAMA = GOLDEN / "heads" / "eagle_llama"
 
 

@@ -197,3 +197,23 @@ def test_rows_that_are_wider_change_nothing() -> None:
     shape = Shape(heads=4, kv_heads=2, dim=DIM, page=PAGE, tokens=8, rows=2, width=4, pages=8, lanes=32)
     batch = draw([Case(5, 3), Case(2, 4)], shape, Options(), 0)
     check(batch, step(shape, Options(), False)(batch), 2e-5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("heads", "dim", "value_dim"),
+    [
+        pytest.param(2, 160, None, id="keys"),
+        pytest.param(35, 8, None, id="many"),
+        pytest.param(1, 48, 32, id="latent"),
+    ],
+)
+def test_int8_in_columns_means_the_same(heads: int, dim: int, value_dim: int | None) -> None:
+    """As a TPU's cache lies. 35 heads have two columns of scales."""
+    sizes = (2 * heads, heads, dim, PAGE, 8, 2, 4, 8)
+    shape, options = (
+        Shape(*sizes, value_dim=value_dim, is_int8=True, lanes=128),
+        Options(window=4, sinks=True),
+    )
+    batch = draw([Case(5, 3), Case(2, 4)], shape, options, 0)
+    check(batch, step(shape, options, False)(batch), 2e-5)

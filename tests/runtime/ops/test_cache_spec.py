@@ -15,6 +15,7 @@ from penstock.runtime.ops.cache_spec import (
     SlotState,
     cache_dtype,
 )
+from penstock.runtime.ops.kv_rows import num_heads_of
 
 BF16 = np.dtype(np.float16)  # has as many bytes
 
@@ -73,11 +74,25 @@ def test_rows_are_as_wide_as_the_lanes_of_a_chip() -> None:
     assert cache.page_bytes(4, BF16) == (4 * 128 + 2 * 2 * 4 * 256) * 2
 
 
-def test_int8_is_refused_where_rows_are_laid_out_for_a_tpu() -> None:
-    cache = CacheSpec((PagedKV(2, 64), LatentKV(32, 16)))
+def test_int8_lies_in_columns_for_a_tpu() -> None:
+    """Two heads of 192 channels have two columns each, and 33 heads have two columns of scales. The channels
+    of a latent have five, and its scale has another.
+    """
+    cache = CacheSpec((LatentKV(512, 64), PagedKV(2, 192, 8), PagedKV(33, 64))).laid_out(128)
+    int8 = np.dtype(np.int8)
+    cache.check_dtype("int8")
+    latent, narrow, many = cache.arrays((5, 7), 32, 2, int8)
+    shapes = (5, 1, 6, 32, 128), (7, 2, 5, 32, 128), (5, 2, 35, 32, 128)
+    assert (latent.shape, narrow.shape, many.shape) == shapes
+    assert [num_heads_of(each, dim) for each, dim in ((latent, 576), (narrow, 192), (many, 64))] == [1, 2, 33]
+    assert cache.page_bytes(32, int8) == 32 * 128 * (6 + 2 * 5 + 2 * 35)
+
+
+def test_int8_is_refused_where_rows_cannot_be_told_from_columns() -> None:
+    cache = CacheSpec((PagedKV(2, 124),))
     cache.check_dtype("int8")
     cache.laid_out(128).check_dtype("auto")
-    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: .* on TPUs, not int8"):
+    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: .* on TPUs, not int8, for heads of 124"):
         cache.laid_out(128).check_dtype("int8")
 
 

@@ -46,7 +46,7 @@ class Shape:
     dtype: str = "float32"
     value_dim: int | None = None
     is_int8: bool = False  # the cache; dtype is that of the arguments
-    lanes: int = 1  # what the width of the cache's rows of floats is a multiple of
+    lanes: int = 1  # what the width of the cache's rows of floats is a multiple of, and columns of int8 have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +159,24 @@ def _nothing(shape: Shape, rng: np.random.Generator) -> np.ndarray:
     if not is_int8:
         return np.full(whole, np.nan, jnp.dtype(shape.dtype))
     cache = rng.integers(-128, 128, whole).astype(np.int8)
-    cache[..., -4:] = np.full(1, np.nan, np.float32).view(np.int8)
+    if shape.lanes == 1:
+        cache[..., -4:] = np.full(1, np.nan, np.float32).view(np.int8)
+    else:
+        numbers = shape.kv_heads * -(-shape.dim // shape.lanes)
+        cache[:, :, numbers:] = np.full(shape.lanes // 4, np.nan, np.float32).view(np.int8)
     return cache
+
+
+def in_columns(rows: np.ndarray, lanes: int) -> np.ndarray:
+    """Lay out one token's rows of int8 [planes, KH, D + 4] as a TPU's cache has them, [planes, columns,
+    lanes]: each head's numbers in columns of their own, and behind them the scales of all heads.
+    """
+    columns = []
+    for plane in rows:
+        numbers = [np.pad(row[:-4], (0, -(len(row) - 4) % lanes)) for row in plane]
+        scales = np.concatenate([row[-4:] for row in plane])
+        columns.append(np.concatenate([*numbers, np.pad(scales, (0, -len(scales) % lanes))]))
+    return np.stack(columns).reshape(len(rows), -1, lanes)
 
 
 def dense(
@@ -217,8 +233,8 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
     cache = _nothing(shape, rng)
     behind = -shape.dim % shape.lanes
     padded = lambda x: np.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, behind),))
-    kept = rounded if shape.is_int8 else padded
-    read = meant if shape.is_int8 else lambda x: x[..., : shape.dim]
+    int8 = rounded if shape.lanes == 1 else lambda x: in_columns(rounded(x), shape.lanes)
+    kept = int8 if shape.is_int8 else padded
     starts, q_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
     expected, writes, at = [], [], 0
     for row, case in enumerate(cases):
@@ -234,7 +250,7 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
             cache[pages[position // page], :, :, position % page] = kept(past[:, position])
         span = slice(at, at + case.new)
         whole = np.concatenate([past, new[:, span]], axis=1)
-        seen = read(kept(whole))
+        seen = meant(rounded(whole)) if shape.is_int8 else whole
         keys, vals = seen[0], seen[-1, ..., : shape.value_dim]
         expected.append(dense(q[span], keys, vals, case.past, options, sinks, slopes))
         writes += [(pages[p // page], p % page, at + p - case.past) for p in range(case.past, len(keys))]

@@ -381,7 +381,7 @@ def _with_tpu_kernels(backend: Backend) -> Backend:
         needs_all_native=False,
         native_dtype=np.dtype(jnp.bfloat16),
         kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
-        "take keys and values in bfloat16 and a page_size in multiples of 16",
+        "take a page_size in multiples of 16, and of 32 with kv_cache_dtype int8",
     )
 
 

@@ -327,7 +327,8 @@ class Heads(NamedTuple):
         kept = kv[len(kv) - self.num_layers]
         page_size, at = kept.shape[3], jnp.maximum(meta.positions - 1, 0)
         pages = meta.page_table[meta.token_rows, at // page_size]
-        hidden = read_kv(kept[pages, 0, 0, at % page_size], self.dtype, self.hidden_size).astype(self.dtype)
+        rows = kept[pages, :, :, at % page_size][..., None, :]
+        hidden = read_kv(rows, self.dtype, self.hidden_size)[:, 0, 0, 0].astype(self.dtype)
         # What is not read may be another request's, or no number.
         is_read = (meta.positions > 0) & (jnp.arange(at.shape[0]) < meta.num_tokens)
         return jnp.where(is_read[:, None], hidden, jnp.zeros((), self.dtype))

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from penstock.runtime.ops.kv_rows import SCALE_BYTES, read_kv, spread, write_kv
+from penstock.runtime.ops.cache_spec import TPU_LANES
+from penstock.runtime.ops.kv_rows import SCALE_BYTES, num_heads_of, read_kv, spread, write_kv
 
 
 class KVSpan(NamedTuple):
@@ -240,7 +241,7 @@ def paged_attention(
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
     peak, total, acc = sums_over_keys(q, kv, meta, options, span=span)
     if options.sinks is not None:
-        sink = options.sinks.reshape(1, kv.shape[2], -1, 1)
+        sink = options.sinks.reshape(1, peak.shape[1], -1, 1)
         top = jnp.maximum(peak, sink)
         fade = jnp.exp(peak - top)
         total = total * fade + jnp.exp(sink - top)
@@ -280,7 +281,7 @@ def sums_over_keys(
     """
     scale, sliding_window, softcap, _, chunk, slopes, value_dim = options
     _, num_heads, dim = q.shape
-    _, _, kv_heads, page_size, _ = kv.shape
+    page_size, kv_heads = kv.shape[3], num_heads_of(kv, dim)
     out_dim = dim if value_dim is None else value_dim
     group = num_heads // kv_heads
 
@@ -363,11 +364,13 @@ def check_cache(
     q: Array, v_new: Array | None, kv: Array, value_dim: int | None, *, may_be_wider: bool = False
 ) -> None:
     """Raise ValueError unless arguments and cache agree on how wide KV rows are, and on where values are.
-    may_be_wider: whether rows of floats may have zeros behind the channels of a head (`CacheSpec.laid_out`).
+    may_be_wider: whether rows of floats may have zeros behind the channels of a head, and those of int8 may
+    lie in columns (`CacheSpec.laid_out`).
     """
     is_int8 = kv.dtype == jnp.int8
     width = q.shape[2] + (SCALE_BYTES if is_int8 else 0)
-    if kv.shape[4] != width and not (may_be_wider and not is_int8 and kv.shape[4] > width):
+    is_laid_out = kv.shape[4] == TPU_LANES if is_int8 else kv.shape[4] > width
+    if kv.shape[4] != width and not (may_be_wider and is_laid_out):
         raise ValueError(
             f"the KV rows of a cache of {kv.dtype} must be {width} wide for heads of {q.shape[2]}, "
             f"not {kv.shape[4]}"

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.ops.kv_rows import kv_layer_shape
+from penstock.runtime.ops.kv_rows import SCALE_BYTES, kv_layer_shape
 
 STATE_COPIES = 2
 """Copies of each slot's state, see the module's docstring."""
@@ -259,8 +259,8 @@ class CacheSpec:
         return tuple(layer for layer in self.layers if isinstance(layer, PagedKV | LatentKV))
 
     def check_dtype(self, kv_cache_dtype: str) -> None:
-        """Raise ConfigError if int8 is asked for and there are no keys and values, or on a TPU. The cache
-        must be laid out.
+        """Raise ConfigError if int8 is asked for, and there are no keys and values, or heads whose rows in
+        int8 cannot be told from columns. The cache must be laid out.
         """
         if kv_cache_dtype != "int8":
             return
@@ -269,10 +269,10 @@ class CacheSpec:
                 "kv_cache_dtype: must be auto or left out, not int8: the model has no layers that attend, so "
                 "it keeps no keys and values"
             )
-        if any(layer.lanes > 1 for layer in self.paged):
+        if any(layer.head_dim + SCALE_BYTES == layer.lanes for layer in self.paged):
             raise ConfigError(
-                "kv_cache_dtype: must be auto or left out on TPUs, not int8: XLA would copy the whole cache "
-                "in each step"
+                f"kv_cache_dtype: must be auto or left out on TPUs, not int8, for heads of "
+                f"{TPU_LANES - SCALE_BYTES} channels"
             )
 
     def followed_by(self, draft: CacheSpec) -> CacheSpec:
@@ -286,7 +286,7 @@ class CacheSpec:
 
     def laid_out(self, lanes: int) -> CacheSpec:
         """Return the same cache with KV rows whose width is a multiple of so many channels, of which those
-        behind the model's own are zeros. `check_dtype` refuses rows in int8 there.
+        behind the model's own are zeros, or, in int8, with columns of so many bytes (`kv_rows`).
         """
         layers = (
             layer if isinstance(layer, SlotState) else replace(layer, lanes=lanes) for layer in self.layers

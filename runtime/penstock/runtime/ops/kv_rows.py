@@ -15,11 +15,16 @@ to the others. So a key is spread before it is rounded (`spread`), and so is a q
 with it, which leaves their product as it is. Values are not, because what is rounded off them costs little
 beside what is rounded off keys (bench/RESULTS.md). Keys whose channels are the values are not spread either.
 
+On TPUs a cache of int8 lies in columns of 128 bytes, because XLA copies the whole cache to write KV rows of
+another width: first the numbers of each head, with zeros behind them up to whole columns, and then the scales
+of all heads. So eight heads of 128 take nine columns, 0.56 of what they take in bfloat16.
+
 What lies past a row's end is never multiplied, not even by zero; tests fill it with NaN.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -45,11 +50,38 @@ def kv_layer_shape(
     """Return the shape of one layer's cache: [page, key or value, kv head, offset, dim]. With `keys_only` the
     second axis has one entry, because the values are channels of the keys. With `is_int8` the last axis has
     room for the scale, too; else it is a multiple of `lanes`, and zeros stand behind the model's own numbers.
+    With `is_int8` and more than one lane, the shape is [page, key or value, column, offset, lanes].
 
     What one head reads of a page lies in one piece of memory, which is good for prefetchers and the TLB.
     """
+    planes = 1 if keys_only else 2
+    if is_int8 and lanes > 1:
+        return (num_pages, planes, _num_columns(num_kv_heads, head_dim, lanes), page_size, lanes)
     width = head_dim + SCALE_BYTES if is_int8 else -(-head_dim // lanes) * lanes
-    return (num_pages, 1 if keys_only else 2, num_kv_heads, page_size, width)
+    return (num_pages, planes, num_kv_heads, page_size, width)
+
+
+def _num_columns(num_heads: int, dim: int, lanes: int) -> int:
+    return num_heads * -(-dim // lanes) + -(-num_heads * SCALE_BYTES // lanes)
+
+
+def is_in_columns(kv: Array | jax.ShapeDtypeStruct, dim: int) -> bool:
+    """Say whether a layer's cache, or a part of it with the same last axes, lies in columns, for heads of
+    `dim`.
+    """
+    return kv.dtype == jnp.int8 and kv.shape[-1] != dim + SCALE_BYTES
+
+
+def num_heads_of(kv: Array | jax.ShapeDtypeStruct, dim: int) -> int:
+    """Return how many heads of keys, of `dim` channels, a layer's cache has, or a part of it with the same
+    last axes.
+    """
+    columns, lanes = kv.shape[-3], kv.shape[-1]
+    if not is_in_columns(kv, dim):
+        return int(columns)
+    of_head, together = -(-dim // lanes), lanes // SCALE_BYTES  # so many heads share a column of scales
+    whole, left = divmod(columns, together * of_head + 1)
+    return int(whole * together + max(left - 1, 0) // of_head)
 
 
 def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
@@ -116,6 +148,11 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
     if kv.dtype == jnp.int8 and v_new is not None:
         k_new, v_new = spread(k_new), v_new.astype(jnp.float32)
     new = k_new[:, None] if v_new is None else jnp.stack([k_new, v_new], axis=1)
+    if is_in_columns(kv, k_new.shape[2]):
+        new = _columns(quantize_rows(new), kv.shape[4])
+        pages, offsets = (x[:, None, None] for x in (write_slots // page_size, write_slots % page_size))
+        planes, columns = (jnp.arange(size, dtype=jnp.int32) for size in kv.shape[1:3])
+        return kv.at[pages, planes[None, :, None], columns[None, None], offsets].set(new, mode="drop")
     if kv.dtype == jnp.int8:
         new = quantize_rows(new)
     elif kv.dtype == jnp.uint16:
@@ -128,13 +165,39 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
     return kv.at[pages, :, :, offsets].set(new, mode="drop")
 
 
+def _columns(rows: Array, lanes: int) -> Array:
+    """Lay out KV rows int8 [T, planes, KH, D + 4] in columns [T, planes, columns, lanes]."""
+    numbers, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
+    of_token = rows.shape[:2]
+    numbers = widened(numbers, -(-numbers.shape[-1] // lanes) * lanes).reshape(*of_token, -1)
+    scales = scales.reshape(*of_token, -1)
+    scales = widened(scales, -(-scales.shape[-1] // lanes) * lanes)
+    return jnp.concatenate([numbers, scales], axis=-1).reshape(*of_token, -1, lanes)
+
+
+def _rows(block: Array, dim: int) -> Array:
+    """Turn columns [..., columns, page size, lanes] back into KV rows int8 [..., KH, page size, D + 4]."""
+    *lead, _, page_size, lanes = block.shape
+    num_heads, of_head = num_heads_of(block, dim), -(-dim // lanes)
+    by_position = jnp.moveaxis(block, -3, -2).reshape(*lead, page_size, -1)
+    cut = num_heads * of_head * lanes
+    numbers = by_position[..., :cut].reshape(*lead, page_size, num_heads, -1)[..., :dim]
+    scales = by_position[..., cut : cut + num_heads * SCALE_BYTES]
+    scales = scales.reshape(*lead, page_size, num_heads, SCALE_BYTES)
+    return jnp.moveaxis(jnp.concatenate([numbers, scales], axis=-1), -2, -3)
+
+
 def widened(x: Array, width: int) -> Array:
     """Put zeros behind the channels of x [..., D], so that it is as wide as a KV row."""
     return x if x.shape[-1] == width else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
 
 
 def read_kv(block: Array, dtype: np.dtype, dim: int) -> Array:
-    """Return as float32 [..., dim] what lies in a part of a layer's cache, for a model in `dtype`."""
+    """Return as float32 [..., KH, page size, dim] what lies in a part of a layer's cache, for a model in
+    `dtype`.
+    """
+    if is_in_columns(block, dim):
+        block = _rows(block, dim)
     if block.dtype == jnp.int8:
         return dequantize_rows(block)
     if block.dtype == jnp.uint16:

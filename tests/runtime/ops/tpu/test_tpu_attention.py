@@ -26,7 +26,7 @@ from penstock.runtime.ops.tpu import chunk_attention as chunk_kernel
 from penstock.runtime.ops.tpu import decode_attention as decode_kernel
 from penstock.runtime.ops.tpu import latent_attention as latent_kernel
 from penstock.runtime.ops.tpu.attention import supports, tpu_paged_attention
-from tests.support.native.attention import Case, Options, Shape, alone, check, draw, runner
+from tests.support.native.attention import Batch, Case, Options, Shape, alone, check, draw, runner
 
 BF16, F32, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int8)
 ROWS, WIDTH, PAGES, PAGE = 3, 6, 20, 16
@@ -45,10 +45,16 @@ def step(shape: Shape, options: Options, *, decode: bool) -> Callable[..., Any]:
     return runner(functools.partial(tpu_paged_attention, interpret=interpret), shape, options, decode=decode)
 
 
+def stored(batch: Batch) -> Batch:
+    """Return the batch with its cache as a TPU has it: 16 bits are bfloat16 there."""
+    cache = batch.cache
+    return batch if cache.dtype == INT8 else dataclasses.replace(batch, cache=cache.view(BF16))
+
+
 def attends(cases: list[Case], shape: Shape, options: Options, seed: int, *, decode: bool) -> None:
     batch = draw(cases, shape, options, seed)
     run = step(shape, options, decode=decode)
-    check(batch, run(dataclasses.replace(batch, cache=batch.cache.view(BF16))), TOLERANCE)
+    check(batch, run(stored(batch)), TOLERANCE)
     found = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call").races
     assert not found.races_found
 
@@ -72,6 +78,12 @@ def sized(heads: int, kv_heads: int, dim: int = 128) -> Shape:
     return Shape(heads, kv_heads, dim, PAGE, ROWS, ROWS, WIDTH, PAGES, dtype="bfloat16", lanes=128)
 
 
+def int8(shape: Shape) -> Shape:
+    """Keep the same in int8, for which pages have 32 tokens."""
+    width, pages = shape.width // 2, shape.pages // 2
+    return dataclasses.replace(shape, is_int8=True, page=2 * PAGE, width=width, pages=pages)
+
+
 def latent(tokens: int, heads: int, dim: int, value_dim: int) -> Shape:
     """With so many pages that spans of two come round."""
     cache = (PAGE, tokens, ROWS, 2 * WIDTH, 2 * PAGES)
@@ -92,13 +104,21 @@ def latent(tokens: int, heads: int, dim: int, value_dim: int) -> Shape:
             id="narrow latent",
             marks=pytest.mark.sweep,
         ),
+        pytest.param(int8(sized(4, 2)), Options(), id="int8", marks=pytest.mark.ci),
+        pytest.param(
+            int8(sized(35, 35, dim=160)),
+            Options(window=40, sinks=True),
+            id="int8, two columns of scales",
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(int8(latent(ROWS, 20, 160, 128)), Options(), id="int8 latent", marks=pytest.mark.sweep),
     ],
 )
 @settings(max_examples=3, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_rows_of_any_length(shape: Shape, options: Options, data: st.DataObject, seed: int) -> None:
     """And fewer rows than the program has."""
-    most = shape.width * PAGE - 1
+    most = shape.width * shape.page - 1
     edges = st.sampled_from([0, PAGE - 1, PAGE, 2 * PAGE, most])
     pasts = data.draw(st.lists(edges | st.integers(0, most), min_size=1, max_size=ROWS))
     with short():
@@ -132,6 +152,10 @@ def steps(draw: st.DrawFn) -> list[Case]:
             id="narrow latent",
             marks=pytest.mark.sweep,
         ),
+        pytest.param(int8(chunked(4, 2, dim=64)), Options(window=20), id="int8", marks=pytest.mark.ci),
+        pytest.param(
+            int8(latent(TOKENS, 20, 160, 128)), Options(), id="int8 latent", marks=pytest.mark.sweep
+        ),
     ],
 )
 @settings(max_examples=3, deadline=None)
@@ -143,7 +167,9 @@ def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case],
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("shape", [sized(4, 2), chunked(4, 2), latent(TOKENS, 20, 160, 128)])
+@pytest.mark.parametrize(
+    "shape", [sized(4, 2), chunked(4, 2), latent(TOKENS, 20, 160, 128), int8(chunked(4, 2))]
+)
 @settings(max_examples=3, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_a_row_has_the_same_bits_beside_others_and_alone(
@@ -156,7 +182,7 @@ def test_a_row_has_the_same_bits_beside_others_and_alone(
     cases = data.draw(single if decode else steps())
     row = data.draw(st.integers(0, len(cases) - 1))
     batch = draw(cases, shape, options, seed)
-    batch = dataclasses.replace(batch, cache=batch.cache.view(BF16))
+    batch = stored(batch)
     one, its = alone(batch, row)
     with short():
         run = step(shape, options, decode=decode)
@@ -170,7 +196,7 @@ def test_tokens_of_an_image_see_those_behind_them() -> None:
     shape, options = chunked(4, 2), Options(ahead=7)
     batch = draw([Case(21, 30), Case(5, 1)], shape, options, 3)
     run = runner(tpu_paged_attention, shape, options)
-    check(batch, run(dataclasses.replace(batch, cache=batch.cache.view(BF16))), TOLERANCE)
+    check(batch, run(stored(batch)), TOLERANCE)
 
 
 @pytest.fixture
@@ -190,15 +216,21 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("window", "value_dim", "of_token"), [(None, None, 2 * 256), (300, None, 2 * 256), (None, 64, 256)]
+    ("window", "sizes", "of_token"),
+    [
+        (None, {}, 2 * 256),
+        (300, {}, 2 * 256),
+        (None, {"value_dim": 64}, 256),
+        (None, {"is_int8": True, "lanes": 128}, 2 * 2 * 128),  # a column of numbers, and one of scales
+    ],
 )
 def test_a_decode_step_copies_what_is_in_use(
-    copied: list[int], window: int | None, value_dim: int | None, of_token: int
+    copied: list[int], window: int | None, sizes: dict[str, Any], of_token: int
 ) -> None:
     """16 rows of 1,024 tokens, in a cache of twice as many, and nothing else. With a window of 300, a row
     sees 300 tokens, which lie in the last 5 of its 16 pages. Of latents a token has no value beside its key.
     """
-    shape = Shape(2, 1, 128, 64, 16, 16, 20, 512, dtype="bfloat16", value_dim=value_dim)
+    shape = Shape(2, 1, 128, 64, 16, 16, 20, 512, dtype="bfloat16", **sizes)
     attends([Case(1023, 1)] * 16, shape, Options(window=window), 1, decode=True)
     assert sum(copied) == 16 * (1024 if window is None else 5 * 64) * of_token
 
@@ -220,7 +252,7 @@ def test_a_step_with_chunks_copies_what_its_blocks_attend_to(
 
 
 @pytest.mark.parametrize(
-    ("planes", "kv_heads", "page", "dim", "dtype", "is_supported"),
+    ("planes", "kv_heads", "page", "dim", "kept", "is_supported"),
     [
         (2, 8, 64, 128, BF16, True),
         (2, 1, 16, 256, BF16, True),
@@ -230,13 +262,18 @@ def test_a_step_with_chunks_copies_what_its_blocks_attend_to(
         (1, 1, 64, 640, BF16, True),  # latent attention
         (1, 2, 64, 640, BF16, False),
         (1, 1, 64, 576, BF16, False),
-        (2, 8, 64, 132, INT8, False),
+        (2, 8, 64, 64, INT8, True),
+        (2, 8, 16, 128, INT8, False),
+        (1, 1, 32, 576, INT8, True),
         (2, 8, 64, 128, F32, False),
     ],
 )
 def test_what_the_kernel_computes(
-    planes: int, kv_heads: int, page: int, dim: int, dtype: np.dtype[Any], is_supported: bool
+    planes: int, kv_heads: int, page: int, dim: int, kept: np.dtype[Any], is_supported: bool
 ) -> None:
-    cache = jax.ShapeDtypeStruct(kv_layer_shape(4, page, kv_heads, dim, keys_only=planes == 1), dtype)
-    q = jax.ShapeDtypeStruct((2, 2 * kv_heads, dim), F32 if dtype == F32 else BF16)
+    is_int8 = kept == INT8
+    sizes = (4, page, kv_heads, dim)
+    shape = kv_layer_shape(*sizes, keys_only=planes == 1, is_int8=is_int8, lanes=128 if is_int8 else 1)
+    cache = jax.ShapeDtypeStruct(shape, kept)
+    q = jax.ShapeDtypeStruct((2, 2 * kv_heads, dim), F32 if kept == F32 else BF16)
     assert supports(q, cache, None if planes == 2 else 512) == is_supported

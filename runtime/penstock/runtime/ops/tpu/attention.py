@@ -20,9 +20,9 @@ from penstock.runtime.ops.attention import (
     oldest_visible,
     paged_attention,
 )
-from penstock.runtime.ops.kv_rows import widened, write_kv
+from penstock.runtime.ops.kv_rows import num_heads_of, spread, widened, write_kv
 from penstock.runtime.ops.tpu.chunk_attention import LEAST_BLOCK, block_for, chunk_attention
-from penstock.runtime.ops.tpu.decode_attention import decode_attention, takes
+from penstock.runtime.ops.tpu.decode_attention import LANES, decode_attention, takes
 from penstock.runtime.ops.tpu.latent_attention import latent_attention
 
 
@@ -32,12 +32,13 @@ def supports(
     """Say whether the kernel can handle the queries [R, H, D] of a decode step against such a cache, with
     this `value_dim`.
     """
-    _, planes, kv_heads, page_size, dim = kv.shape
+    _, planes, _, _, _ = kv.shape
     return (
-        q.dtype == kv.dtype == jnp.bfloat16
-        and (planes == 2 or kv_heads == 1)
+        q.dtype == jnp.bfloat16
+        and kv.dtype in (jnp.bfloat16, jnp.int8)
+        and (planes == 2 or num_heads_of(kv, q.shape[2]) == 1)
         and (planes == 1) == (value_dim is not None)
-        and takes(page_size, kv_heads, dim, planes)
+        and takes(kv)
     )
 
 
@@ -57,16 +58,19 @@ def tpu_paged_attention(
     check_cache(q, v_new, kv, options.value_dim, may_be_wider=True)
     is_decode = meta.block_tokens.shape[1] == 1
     is_latent = options.value_dim is not None
-    fits = is_decode or is_latent or block_for(q.shape[1], kv.shape[4]) >= LEAST_BLOCK
+    dim = q.shape[2]
+    wide = -(-dim // LANES) * LANES
+    fits = is_decode or is_latent or block_for(q.shape[1], wide) >= LEAST_BLOCK
     cannot = options.slopes is not None or meta.reach is not None
     if cannot or not fits or not supports(q, kv, options.value_dim):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
-    dim, wide = q.shape[2], widened(q, kv.shape[4])  # the zeros of queries and keys add nothing
+    asked = spread(q).astype(q.dtype) if kv.dtype == jnp.int8 and not is_latent else q
+    asked = widened(asked, wide)  # the zeros of queries and keys add nothing
     if not is_decode:
         attend = partial(latent_attention, value_dim=options.value_dim) if is_latent else chunk_attention
         chunks = attend(
-            wide,
+            asked,
             kv,
             meta.starts,
             meta.q_lens,
@@ -82,7 +86,7 @@ def tpu_paged_attention(
     ends = jnp.where(meta.q_lens > 0, meta.kv_lens, 0)
     oldest = jnp.maximum(oldest_visible(ends - 1, options.sliding_window, options.chunk), 0)
     out = decode_attention(
-        wide,
+        asked,
         kv,
         oldest,
         ends,

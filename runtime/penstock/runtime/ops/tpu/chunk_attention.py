@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.ops.attention import blocks_of
+from penstock.runtime.ops.kv_rows import num_heads_of
 from penstock.runtime.ops.tpu.decode_attention import LANES, stages_for
 from penstock.runtime.ops.tpu.online_softmax import OnlineSoftmax
-from penstock.runtime.ops.tpu.paging import Pages, Visible, in_pieces
+from penstock.runtime.ops.tpu.paging import KVRows, Pages, Visible, in_pieces
 
 MOST_BLOCK = 128
 """Most tokens of a block, a power of two."""
@@ -61,13 +62,14 @@ def chunk_attention(
     [page, 2, KH, page size, D] -> bfloat16 [T, H, D], whose padding is 0.
 
     Row r has the next q_lens[r] tokens of q, from its position starts[r] on, and their keys and values are in
-    the cache; page_table int32[R, P] has the page of each position. What no token attends to may be NaN.
+    the cache, which may also be as `decode_attention` takes it in int8; page_table int32[R, P] has the page
+    of each position. What no token attends to may be NaN.
     `window`, `chunk` and the others are as in `AttentionOptions`. `interpret`: as `pallas_call` takes it.
     """
     num_tokens, num_heads, dim = q.shape
-    _, _, kv_heads, page_size, _ = kv.shape
+    page_size, kv_heads = kv.shape[3], num_heads_of(kv, dim)
     group = num_heads // kv_heads
-    stages = stages_for(page_size, kv_heads, dim)
+    stages = stages_for(kv)
     block = block_for(num_heads, dim)
     rows, before, counts = blocks_of(q_lens, num_tokens, block)
     firsts = (jnp.cumsum(q_lens) - q_lens)[rows] + before
@@ -113,10 +115,11 @@ def chunk_attention(
                 seen = visible.seen(position + token, at, position) & (token < count)
                 held = here + lax.broadcasted_iota(jnp.int32, (page_size, dim), 0)
                 held = (held >= visible.oldest(position)) & (held < position + count)
+                of_page = KVRows.of(pages, stage, kv_heads)
                 for head in range(kv_heads):
-                    keys = pages[stage, 0, head]
+                    keys = of_page.read(0, head, dim).astype(jnp.bfloat16)
                     # What nobody attends to may be NaN, so it must not even be multiplied by zero.
-                    values = jnp.where(held, pages[stage, 1, head].astype(jnp.float32), 0.0)
+                    values = jnp.where(held, of_page.read(1, head, dim).astype(jnp.float32), 0.0)
                     values = values.astype(jnp.bfloat16)
                     for h in range(head * group, (head + 1) * group):
                         softmax.take(h, queries[h], keys, values, seen, scale=scale, softcap=softcap)
@@ -156,7 +159,7 @@ def chunk_attention(
             scratch_shapes=[
                 pltpu.VMEM((block, num_heads, dim), jnp.float32),
                 pltpu.VMEM((num_heads, block, dim), jnp.bfloat16),
-                pltpu.VMEM((stages, 2, kv_heads, page_size, dim), jnp.bfloat16),
+                pltpu.VMEM((stages, *kv.shape[1:]), kv.dtype),
                 pltpu.VMEM((num_heads, block, LANES), jnp.float32),
                 pltpu.VMEM((num_heads, block, LANES), jnp.float32),
                 pltpu.VMEM((num_heads, block, dim), jnp.float32),

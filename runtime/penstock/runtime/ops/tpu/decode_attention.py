@@ -13,6 +13,7 @@ and Pallas' interpreters of JAX 0.10 cannot run it, so nothing could be said of 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -21,8 +22,9 @@ import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from penstock.runtime.ops.kv_rows import num_heads_of
 from penstock.runtime.ops.tpu.online_softmax import OnlineSoftmax
-from penstock.runtime.ops.tpu.paging import Pages
+from penstock.runtime.ops.tpu.paging import KVRows, Pages
 
 LANES = 128
 """Channels of a head come in whole multiples of so many."""
@@ -44,17 +46,20 @@ def span_for(page_size: int, planes: int) -> int:
     return max(1, LATENT_SPAN // page_size) if planes == 1 else 1
 
 
-def stages_for(page_size: int, kv_heads: int, dim: int, planes: int = 2) -> int:
-    """Tell for how many pages, or spans of pages, the chip has places; less than 2 do not do."""
-    span = span_for(page_size, planes)
-    return min(_MOST_STAGES, _PAGES_BYTES // (span * planes * kv_heads * page_size * dim * 2))
+def stages_for(kv: Array | jax.ShapeDtypeStruct) -> int:
+    """Tell for how many pages of such a cache, or spans of pages, the chip has places; less than 2 do not
+    do.
+    """
+    of_page = math.prod(kv.shape[1:]) * kv.dtype.itemsize
+    return min(_MOST_STAGES, _PAGES_BYTES // (of_page * span_for(kv.shape[3], kv.shape[1])))
 
 
-def takes(page_size: int, kv_heads: int, dim: int, planes: int = 2) -> bool:
-    """Say whether the kernel can compute with such pages and heads."""
-    return (
-        dim % LANES == 0 and page_size % SUBLANES == 0 and stages_for(page_size, kv_heads, dim, planes) >= 2
-    )
+def takes(kv: Array | jax.ShapeDtypeStruct) -> bool:
+    """Say whether the kernel can read such a cache, in bfloat16 or int8."""
+    _, _, _, page_size, width = kv.shape
+    is_wide = width == LANES if kv.dtype == jnp.int8 else width % LANES == 0
+    of_tile = SUBLANES * 2 // kv.dtype.itemsize
+    return is_wide and page_size % of_tile == 0 and stages_for(kv) >= 2
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "softcap", "value_dim", "interpret"))
@@ -72,17 +77,19 @@ def decode_attention(
     interpret: Any = False,
 ) -> Array:
     """Compute attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] ->
-    bfloat16 [R, H, D]. With `value_dim` kv has one plane, and the result that many channels.
+    bfloat16 [R, H, D]. With `value_dim` kv has one plane, and the result that many channels. kv may also be
+    int8 in columns (`kv_rows`); queries must then be spread if there are two planes.
 
     Row r attends to its positions from oldest[r] up to ends[r], which is exclusive, and 0 for a padding row;
     page_table int32[R, P] has the page of each position. What lies elsewhere may be NaN. `sinks` float32[H],
     `scale`, `softcap` and `value_dim` are as in `AttentionOptions`. `interpret`: as `pallas_call` takes it.
     """
     num_rows, num_heads, dim = q.shape
-    _, planes, kv_heads, page_size, _ = kv.shape
+    _, planes, _, page_size, _ = kv.shape
+    kv_heads = num_heads_of(kv, dim)
     group = num_heads // kv_heads
     spare = -group % SUBLANES
-    stages, span = stages_for(page_size, kv_heads, dim, planes), span_for(page_size, planes) * page_size
+    stages, span = stages_for(kv), span_for(page_size, planes) * page_size
     wide = dim if value_dim is None else -(-value_dim // LANES) * LANES
     by_head = (kv_heads, group + spare)
 
@@ -104,13 +111,14 @@ def decode_attention(
             seen = (at >= seen_from) & (at < seen_to)
             held = begin + lax.broadcasted_iota(jnp.int32, (span, wide), 0)
             held = (held >= seen_from) & (held < seen_to)
+            rows = KVRows.of(pages, stage, kv_heads)
             for head in range(kv_heads):
                 # What the row does not attend to may be NaN, so it must not even be multiplied by zero.
-                values = pages[stage, planes - 1, head, :, :wide].astype(jnp.float32)
+                values = rows.read(planes - 1, head, wide).astype(jnp.float32)
                 softmax.take(
                     head,
                     q_ref[0, head],
-                    pages[stage, 0, head],
+                    rows.read(0, head, dim).astype(jnp.bfloat16),
                     jnp.where(held, values, 0.0).astype(jnp.bfloat16),
                     seen,
                     scale=scale,
@@ -147,7 +155,7 @@ def decode_attention(
             ],
             out_specs=of_row(*by_head, wide),
             scratch_shapes=[
-                pltpu.VMEM((stages, planes, kv_heads, span, dim), jnp.bfloat16),
+                pltpu.VMEM((stages, *kv.shape[1:3], span, kv.shape[4]), kv.dtype),
                 pltpu.VMEM((*by_head, LANES), jnp.float32),
                 pltpu.VMEM((*by_head, LANES), jnp.float32),
                 pltpu.VMEM((*by_head, wide), jnp.float32),

@@ -22,7 +22,7 @@ from jax import Array, lax
 from penstock.runtime.ops.attention import blocks_of
 from penstock.runtime.ops.tpu.decode_attention import LANES, SUBLANES, span_for, stages_for
 from penstock.runtime.ops.tpu.online_softmax import OnlineSoftmax
-from penstock.runtime.ops.tpu.paging import Pages, Visible, in_pieces
+from penstock.runtime.ops.tpu.paging import KVRows, Pages, Visible, in_pieces
 
 MOST_BLOCK = 128
 """Most tokens of a block, a power of two."""
@@ -61,9 +61,10 @@ def latent_attention(
     """Compute causal attention of a ragged step whose values are the first channels of the keys: q bfloat16
     [T, H, D], kv bfloat16 [page, 1, 1, page size, D] -> bfloat16 [T, H, value_dim], whose padding is 0.
 
-    Row r has the next q_lens[r] tokens of q, from its position starts[r] on, and their keys are in the cache;
-    page_table int32[R, P] has the page of each position. What no token attends to may be NaN. `value_dim`,
-    `window`, `chunk` and the others are as in `AttentionOptions`. `interpret`: as `pallas_call` takes it.
+    Row r has the next q_lens[r] tokens of q, from its position starts[r] on, and their keys are in the cache,
+    which may also be int8 in columns (`kv_rows`); page_table int32[R, P] has the page of each position. What
+    no token attends to may be NaN. `value_dim`, `window`, `chunk` and the others are as in
+    `AttentionOptions`. `interpret`: as `pallas_call` takes it.
     """
     num_tokens, num_heads, dim = q.shape
     page_size, wide = kv.shape[3], -(-value_dim // LANES) * LANES
@@ -71,7 +72,7 @@ def latent_attention(
     block = block_for(heads, dim, wide)
     in_group = min(block, 1 << (max(1, GROUP_ROWS // heads).bit_length() - 1))
     group = in_group * heads
-    stages, span = stages_for(page_size, 1, dim, planes=1), span_for(page_size, planes=1) * page_size
+    stages, span = stages_for(kv), span_for(page_size, planes=1) * page_size
     rows, before, counts = blocks_of(q_lens, num_tokens, block)
     firsts = (jnp.cumsum(q_lens) - q_lens)[rows] + before
     visible = Visible(in_group, window, chunk)
@@ -110,10 +111,10 @@ def latent_attention(
                 stage, here = fetched.take(i)
                 held = here + lax.broadcasted_iota(jnp.int32, (span, wide), 0)
                 held = (held >= visible.oldest(position)) & (held < position + count)
-                keys = pages[stage, 0, 0]
+                whole = KVRows.of(pages, stage, 1).read(0, 0, dim)
+                keys = whole.astype(jnp.bfloat16)
                 # What nobody attends to may be NaN, so it must not even be multiplied by zero.
-                values = pages[stage, 0, 0, :, :wide].astype(jnp.float32)
-                values = jnp.where(held, values, 0.0).astype(jnp.bfloat16)
+                values = jnp.where(held, whole[:, :wide].astype(jnp.float32), 0.0).astype(jnp.bfloat16)
                 at = here + lax.broadcasted_iota(jnp.int32, (group, span), 1)
                 by_token = lax.broadcasted_iota(jnp.int32, (in_group, heads, span), 0).reshape(group, span)
 
@@ -164,7 +165,7 @@ def latent_attention(
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[
                 pltpu.VMEM((block, heads, dim), jnp.bfloat16),
-                pltpu.VMEM((stages, 1, 1, span, dim), jnp.bfloat16),
+                pltpu.VMEM((stages, *kv.shape[1:3], span, kv.shape[4]), kv.dtype),
                 pltpu.VMEM((block, heads, wide), jnp.bfloat16),
                 pltpu.VMEM((block // in_group, group, LANES), jnp.float32),
                 pltpu.VMEM((block // in_group, group, LANES), jnp.float32),

@@ -13,6 +13,8 @@ import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
 from jax import lax
 
+from penstock.runtime.ops.kv_rows import SCALE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Pages:
@@ -88,6 +90,54 @@ def in_pieces(block: int, first: Any, count: Any, copy: Callable[[Any, Any], Any
                 piece.wait() if finish else piece.start()
 
             size //= 2
+
+
+@dataclass(frozen=True, slots=True)
+class KVRows:
+    """The KV rows of the pages in one of their places on the chip."""
+
+    pages: Any
+    """[stages, planes, KH, positions, dim] in floats, or int8 [stages, planes, columns, positions, lanes], as
+    `kv_rows` says."""
+    stage: Any
+    """Which place, int32[]."""
+    scales: tuple[tuple[Any, ...], ...]
+    """For each plane its columns of scales, float32 [positions, lanes], where each fourth lane has one; ()
+    for floats."""
+    num_heads: int
+    """Heads of keys."""
+
+    @classmethod
+    def of(cls, pages: Any, stage: Any, num_heads: int) -> KVRows:
+        """Make it of the places, which of them, and how many heads of keys there are."""
+        _, planes, columns, _, lanes = pages.shape
+        if pages.dtype != jnp.int8:
+            return cls(pages, stage, (), num_heads)
+
+        def floats(plane: int, column: int) -> Any:
+            """Join each byte with the three that follow it."""
+            word = pages[stage, plane, column].astype(jnp.int32) & 255
+            bits = word
+            for i in range(1, SCALE_BYTES):
+                bits |= pltpu.roll(word, lanes - i, 1) << (8 * i)
+            return lax.bitcast_convert_type(bits, jnp.float32)
+
+        behind = range(columns - -(-num_heads * SCALE_BYTES // lanes), columns)
+        scales = tuple(tuple(floats(plane, column) for column in behind) for plane in range(planes))
+        return cls(pages, stage, scales, num_heads)
+
+    def read(self, plane: int, head: int, wide: int) -> Any:
+        """Return the first `wide` channels, a multiple of the lanes, of a head's keys or values [positions,
+        wide]: in the cache's dtype, or in float32 if that is int8.
+        """
+        if not self.scales:
+            return self.pages[self.stage, plane, head, :, :wide]
+        *_, columns, _, lanes = self.pages.shape
+        of_head = (columns - len(self.scales[plane])) // self.num_heads
+        parts = [self.pages[self.stage, plane, head * of_head + i] for i in range(wide // lanes)]
+        numbers = jnp.concatenate([part.astype(jnp.int32).astype(jnp.float32) for part in parts], axis=1)
+        column, place = divmod(head * SCALE_BYTES, lanes)
+        return numbers * self.scales[plane][column][:, place : place + 1]
 
 
 @dataclass(frozen=True, slots=True)
