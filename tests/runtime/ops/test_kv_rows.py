@@ -1,6 +1,8 @@
-"""Rows of a cache of int8: numbers computed by hand, float64's, and what no row may lose."""
+"""Where KV rows are written, and rows in int8: numbers by hand, float64's, and what no row may lose."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from penstock.runtime.ops.kv_rows import dequantize_rows, kv_layer_shape, quantize_rows, spread, write_kv
+from penstock.runtime.ops.kv_rows import (
+    by_rows,
+    by_tokens,
+    dequantize_rows,
+    kv_layer_shape,
+    quantize_rows,
+    spread,
+    write_kv,
+)
 from tests.support.native.attention import dequantized, spreading
 
 pytestmark = pytest.mark.ci
@@ -125,3 +135,25 @@ def test_keys_and_values_are_written_to_their_slots(dtype: jnp.dtype) -> None:
             scale = np.abs(wide).max(axis=1, keepdims=True) / 127
             expected[page, which, :, offset] = np.rint(wide / scale) * scale
     np.testing.assert_allclose(dequantized(after), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("write", [by_tokens, by_rows])
+@pytest.mark.parametrize("planes_heads", [(2, 3), (2, 1), (1, 1)])
+def test_each_row_lies_at_its_slot_and_no_other_changes(
+    write: Callable[..., jax.Array], planes_heads: tuple[int, int]
+) -> None:
+    """Both forms, of which TPUs have the second. Slots that follow the last page by little and by much are
+    dropped.
+    """
+    planes, heads = planes_heads
+    rng = np.random.default_rng(1)
+    kv = rng.standard_normal((3, planes, heads, 4, DIM)).astype(np.float32)
+    new = rng.standard_normal((6, planes, heads, DIM)).astype(np.float32)
+    slots = [7, 0, 12, 4, 4 * 3 * 50, 11]
+    after = np.asarray(jax.jit(write)(jnp.asarray(kv), jnp.asarray(new), jnp.array(slots, jnp.int32)))
+    expected = kv.copy()
+    for token, (page, offset) in {0: (1, 3), 1: (0, 0), 3: (1, 0), 5: (2, 3)}.items():
+        for plane in range(planes):
+            for head in range(heads):
+                expected[page, plane, head, offset] = new[token, plane, head]
+    np.testing.assert_array_equal(after, expected)

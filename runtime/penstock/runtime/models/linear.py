@@ -424,7 +424,8 @@ def rows_by_blocks(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     table = as_stored(table)
 
     def row(token: jax.Array) -> jax.Array:
-        block = jax.lax.dynamic_slice_in_dim(table, token // TPU_LANES * TPU_LANES, TPU_LANES)
+        # In a loop of steps XLA moves the constraint above to before that loop, where it is lost.
+        block = as_stored(jax.lax.dynamic_slice_in_dim(table, token // TPU_LANES * TPU_LANES, TPU_LANES))
         is_it = jnp.arange(TPU_LANES, dtype=jnp.int32) == token % TPU_LANES
         found = jnp.where(is_it[:, None], block, jnp.zeros((), block.dtype)).astype(jnp.float32)
         return found.sum(axis=0).astype(table.dtype)

@@ -146,7 +146,9 @@ def experts(
     def add(
         found: tuple[jax.Array, jax.Array | None], one: tuple[jax.Array, StackedExperts, StackedExperts]
     ) -> tuple[tuple[jax.Array, jax.Array | None], None]:
-        (chosen, between), (number, gate_up_one, down_one) = found, one
+        (chosen, between), (number, *both_stacks) = found, one
+        # In a loop of steps XLA moves the constraints below to before that loop, where they are lost.
+        gate_up_one, down_one = (each._replace(weight=as_stored(each.weight)) for each in both_stacks)
         is_mine = ids == number
         rows = x
         if weigh_input:

@@ -144,7 +144,6 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
     """Write this step's keys and values, each [T, KH, D], into one layer's cache; `v_new` is None for a
     cache of keys only. A write slot is page * page_size + offset; slots past the end are dropped.
     """
-    page_size = kv.shape[3]
     if kv.dtype == jnp.int8 and v_new is not None:
         k_new, v_new = spread(k_new), v_new.astype(jnp.float32)
     new = k_new[:, None] if v_new is None else jnp.stack([k_new, v_new], axis=1)
@@ -158,11 +157,29 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
     elif kv.dtype == jnp.uint16:
         new = lax.bitcast_convert_type(new, jnp.uint16)
     new = widened(new, kv.shape[4])
+    written: Array = lax.platform_dependent(kv, new, write_slots, tpu=by_rows, default=by_tokens)
+    return written
+
+
+def by_tokens(kv: Array, new: Array, write_slots: Array) -> Array:
+    """Write KV rows [T, planes, KH, width] at their slots, int32 [T], as `write_kv` does, token by token."""
+    page_size = kv.shape[3]
     pages, offsets = write_slots // page_size, write_slots % page_size
-    if kv.shape[2] == 1:  # XLA's TPU backend would put the offsets before keys and values, and copy the cache
-        planes = jnp.arange(kv.shape[1], dtype=jnp.int32)
-        return kv.at[pages[:, None], planes[None], 0, offsets[:, None]].set(new[:, :, 0], mode="drop")
     return kv.at[pages, :, :, offsets].set(new, mode="drop")
+
+
+def by_rows(kv: Array, new: Array, write_slots: Array) -> Array:
+    """Do what `by_tokens` does, with the cache as one list of KV rows. In a loop of decode steps XLA's TPU
+    backend would put offsets before heads to write tokens, and so copy the whole cache twice in each step,
+    and also where there is one head of keys outside a loop.
+    """
+    num_pages, planes, heads, page_size, width = kv.shape
+    of_page = planes * heads
+    pages, offsets = write_slots // page_size, write_slots % page_size
+    numbers = pages[:, None] * of_page + jnp.arange(of_page, dtype=jnp.int32)[None]
+    rows = jnp.where(pages[:, None] < num_pages, numbers * page_size + offsets[:, None], kv.size // width)
+    flat = kv.reshape(-1, width).at[rows.reshape(-1)].set(new.reshape(-1, width), mode="drop")
+    return flat.reshape(kv.shape)
 
 
 def _columns(rows: Array, lanes: int) -> Array:

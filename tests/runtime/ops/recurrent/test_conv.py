@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.recurrent.conv import causal_conv
+from penstock.runtime.ops.recurrent.conv import causal_conv, put_by_entries, put_by_inputs
 from tests.support.recurrent.rows import Row, Step, rows_of
 
 CHANNELS, TOKENS, ROWS, ENTRIES = 5, 40, 4, 19
@@ -111,3 +111,15 @@ def test_bfloat16_is_rounded_once() -> None:
     wanted, wanted_state = expected(step, *wide, None, state, False)
     np.testing.assert_allclose(np.asarray(y, np.float32)[:7], wanted[:7], rtol=2**-8, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(after), wanted_state.astype(np.float32))
+
+
+@pytest.mark.parametrize("put", [put_by_entries, put_by_inputs])
+def test_entries_are_replaced_and_no_other_changes(put: Callable[..., jax.Array]) -> None:
+    """Both forms, of which TPUs have the second; entries past the end are dropped."""
+    rng = np.random.default_rng(2)
+    state = rng.standard_normal((ENTRIES, 3, CHANNELS)).astype(np.float32)
+    new = rng.standard_normal((4, 3, CHANNELS)).astype(np.float32)
+    after = jax.jit(put)(jnp.asarray(state), jnp.array([4, ENTRIES, 0, ENTRIES + 7]), jnp.asarray(new))
+    expected = state.copy()
+    expected[4], expected[0] = new[0], new[2]
+    np.testing.assert_array_equal(np.asarray(after), expected)

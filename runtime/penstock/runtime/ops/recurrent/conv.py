@@ -74,7 +74,25 @@ def causal_conv(
         cut_to = jnp.where(meta.state_cut > 0, meta.state_cut_to, state.shape[0])
         entries = jnp.concatenate([entries, cut_to])
         ends = jnp.concatenate([ends, firsts + meta.state_cut])
-    return y.astype(x.dtype), state.at[entries].set(laid[_spans(ends, kept)], mode="drop")
+    after: Array = jax.lax.platform_dependent(
+        state, entries, laid[_spans(ends, kept)], tpu=put_by_inputs, default=put_by_entries
+    )
+    return y.astype(x.dtype), after
+
+
+def put_by_entries(state: Array, entries: Array, new: Array) -> Array:
+    """Replace entries int32 [N] of state [S, K - 1, C] by new [N, K - 1, C]; those past the end stay out."""
+    return state.at[entries].set(new, mode="drop")
+
+
+def put_by_inputs(state: Array, entries: Array, new: Array) -> Array:
+    """Do what `put_by_entries` does, in the order in which XLA's TPU backend stores the state: the oldest
+    inputs of all entries come first. A loop of decode steps would else have another order, and copy the whole
+    state before and after it.
+    """
+    inputs = jnp.arange(state.shape[1], dtype=jnp.int32)[:, None]
+    turned, new = jnp.swapaxes(state, 0, 1), jnp.swapaxes(new, 0, 1)
+    return jnp.swapaxes(turned.at[inputs, entries[None]].set(new, mode="drop"), 0, 1)
 
 
 def _spans(begins: Array, length: int) -> Array:
