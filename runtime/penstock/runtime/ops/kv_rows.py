@@ -148,7 +148,7 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
         k_new, v_new = spread(k_new), v_new.astype(jnp.float32)
     new = k_new[:, None] if v_new is None else jnp.stack([k_new, v_new], axis=1)
     if is_in_columns(kv, k_new.shape[2]):
-        new = _columns(quantize_rows(new), kv.shape[4])
+        new, page_size = _columns(quantize_rows(new), kv.shape[4]), kv.shape[3]
         pages, offsets = (x[:, None, None] for x in (write_slots // page_size, write_slots % page_size))
         planes, columns = (jnp.arange(size, dtype=jnp.int32) for size in kv.shape[1:3])
         return kv.at[pages, planes[None, :, None], columns[None, None], offsets].set(new, mode="drop")
