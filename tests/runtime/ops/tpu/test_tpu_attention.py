@@ -168,7 +168,14 @@ def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case],
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "shape", [sized(4, 2), chunked(4, 2), latent(TOKENS, 20, 160, 128), int8(chunked(4, 2))]
+    "shape",
+    [
+        pytest.param(sized(4, 2), id="decode"),
+        pytest.param(chunked(4, 2), id="chunks"),
+        pytest.param(latent(ROWS, 20, 160, 128), id="decode, latent"),
+        pytest.param(latent(TOKENS, 20, 160, 128), id="chunks, latent"),
+        pytest.param(int8(chunked(4, 2)), id="chunks, int8"),
+    ],
 )
 @settings(max_examples=3, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
