@@ -197,6 +197,20 @@ def test_a_row_has_the_same_bits_beside_others_and_alone(
     assert together.tobytes() == by_itself.tobytes()
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latents_in_deepseeks_sizes(heads: int, is_int8: bool) -> None:
+    """Of V2-Lite and V3, with the spans, groups and blocks that a TPU has: more than a span of pages, and
+    with chunks of V3 a block and a part of one, beside a row of one token.
+    """
+    sizes = (heads, 1, 576, 64)
+    decode = Shape(*sizes, 2, 2, 6, 16, "bfloat16", value_dim=512, is_int8=is_int8, lanes=128)
+    attends([Case(300, 1), Case(5, 1)], decode, Options(), 1, decode=True)
+    chunks = dataclasses.replace(decode, tokens=24)
+    attends([Case(300, 20), Case(70, 1)], chunks, Options(), 2, decode=False)
+
+
 @pytest.mark.ci
 def test_tokens_of_an_image_see_those_behind_them() -> None:
     """The kernel's attention is causal, so XLA computes such a step."""
