@@ -228,6 +228,7 @@ def test_every_program_compiles_with_a_cache_of_int8(
         ("Qwen3-4B", "tpu-v5e-4", ()),
         ("Qwen3-4B", "h100-4", ()),
         ("gpt-oss-20b", "tpu-v5e-4", ("expert_parallel",)),
+        ("GLM-4.5-Air", "tpu-v5e-4", ()),
         ("Qwen3-30B-A3B", "h100-4", ()),
         ("deepseek_v3", "tpu-v5e-4", ("expert_parallel", "context_parallel")),
         ("deepseek_v3", "h100-4", ("context_parallel",)),

@@ -183,6 +183,7 @@ def test_a_row_has_the_same_bits_beside_others_and_alone(ids: np.ndarray, row: i
     others[0], alone[0], shares[0] = x[row], ids[row], weights[row]
     by_itself = compute(jnp.asarray(others), jnp.asarray(alone), jnp.asarray(shares), *stacks, **how)
     assert np.asarray(together)[row].tobytes() == np.asarray(by_itself)[0].tobytes()
+    assert not interpreter.races.races_found
 
 
 @pytest.fixture
@@ -231,6 +232,7 @@ def test_the_weights_of_chosen_experts_are_copied_once(
     # The second piece of gate and up has room for 128 outputs, and 64 are there.
     assert copied["weight_ref"] == chosen * (2 * 128 * hidden + hidden * inner) * BF16.itemsize
     tiles = -(-int((ids != NO_EXPERT).sum()) // tile)
+    assert not interpreter.races.races_found
     assert copied["x_ref"] == tiles * tile * (2 * hidden + inner) * BF16.itemsize
 
 
