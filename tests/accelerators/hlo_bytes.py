@@ -1,4 +1,5 @@
-"""Counts what a program for a TPU moves to and from the chip's large memory, from its compiled HLO.
+"""Counts what a program for a TPU moves to and from the chip's large memory, from its compiled HLO, and finds
+weights that a program for any chip expands in memory.
 
 XLA's own count has each weight two or three times that is first fetched to the small memory on the chip, and
 whole arrays of which a step reads a few rows. Here an instruction counts its arguments and results in the
@@ -41,6 +42,8 @@ _FREE = frozenset(
     )
 )
 """Operations that move nothing."""
+_PASSES = frozenset(("while", "conditional", "call", "copy-done"))
+"""Operations whose results others have made."""
 _TAKES = frozenset(("gather", "dynamic-slice", "slice"))
 """Operations that move of their first argument only what they return."""
 
@@ -55,7 +58,12 @@ class _Array:
     def num_bytes(self) -> int:
         """Its bytes, wherever it lies."""
         bits = 8 if self.kind == "pred" else int(re.findall(r"\d+", self.kind)[0])
-        return math.prod(int(size) for size in self.dims.split(",") if size) * bits // 8
+        return self.size * bits // 8
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(int(size) for size in self.dims.split(",") if size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,31 @@ def moved_by(text: str, beside: Collection[str]) -> dict[str, int]:
     """
     computations, entry = _read(text)
     return _of_computation(entry, computations, beside)
+
+
+def widened(text: str, sizes: Collection[int]) -> list[str]:
+    """Tell which arrays of so many numbers a program makes in memory with more than 8 bits for each: what
+    weights of these sizes in 8 bits are where they are expanded, in whatever shape. What happens within a
+    fusion is not in memory.
+    """
+    computations, _ = _read(text)
+    fused = {
+        called["name"]
+        for of_one in computations.values()
+        for each in of_one
+        if each.operation == "fusion" and (called := _CALLED.search(each.text))
+    }
+    found = set()
+    for name, instructions in computations.items():
+        for each in () if name in fused else instructions:
+            if each.operation in _FREE or each.operation in _PASSES:
+                continue
+            found |= {
+                f"{each.operation} {array.kind}[{array.dims}]"
+                for array in each.results
+                if array.size in sizes and array.num_bytes > array.size
+            }
+    return sorted(found)
 
 
 def _of_computation(name: str, computations: _Computations, beside: Collection[str]) -> dict[str, int]:

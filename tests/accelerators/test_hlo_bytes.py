@@ -1,8 +1,8 @@
-"""What is counted of a program's HLO, against sums by hand."""
+"""What is counted and found in a program's HLO, against sums by hand."""
 
 from __future__ import annotations
 
-from tests.accelerators.hlo_bytes import moved_by, moved_bytes
+from tests.accelerators.hlo_bytes import moved_by, moved_bytes, widened
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -85,3 +85,35 @@ def test_what_the_step_before_has_fetched_counts_once() -> None:
     start = "  %start = (bf16[128,64]{1,0:S(1)}, bf16[128,64]{1,0}, u32[]) copy-start(%w)"
     both = early.replace("  ROOT %end", f"{start.replace('%start', '%next')}\n  ROOT %end")
     assert moved_bytes(both, ()) == moved_bytes(PROGRAM, ())
+
+
+EXPANDS = """HloModule jit_step
+
+%within (v: s8[64,128], y: bf16[4,128]) -> f32[4,64] {
+  %v = s8[64,128]{1,0} parameter(0)
+  %y = bf16[4,128]{1,0} parameter(1)
+  %wide = bf16[64,128]{1,0} convert(%v)
+  ROOT %made = f32[4,64]{1,0} dot(%y, %wide), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+ENTRY %main (w: s8[64,128], x: bf16[4,128]) -> f32[4,64] {
+  %w = s8[64,128]{1,0} parameter(0)
+  %x = bf16[4,128]{1,0} parameter(1)
+  %moved = s8[128,64]{1,0} transpose(%w), dimensions={1,0}
+  ROOT %product = f32[4,64]{1,0} fusion(%w, %x), kind=kOutput, calls=%within
+}
+"""
+
+
+def test_a_weight_that_is_expanded_is_found_in_any_shape() -> None:
+    """A convert within a fusion is not in memory, and one beside it is. What moves 8 bits expands nothing."""
+    sizes = {64 * 128}
+    assert widened(EXPANDS, sizes) == []
+    alone = EXPANDS.replace("  ROOT %product", "  %other = bf16[8,8,128]{2,1,0} convert(%w)\n  ROOT %product")
+    assert widened(alone, sizes) == ["convert bf16[8,8,128]"]
+    assert widened(alone, {64 * 64}) == []
+    by_fusion = EXPANDS.replace(
+        "  ROOT %product",
+        "  %both = (f32[64,128]{1,0}, s8[4]{0}) fusion(%w), kind=kLoop, calls=%within\n  ROOT %product",
+    )
+    assert widened(by_fusion, sizes) == ["fusion f32[64,128]"]
