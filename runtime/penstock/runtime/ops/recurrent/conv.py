@@ -74,8 +74,9 @@ def causal_conv(
         cut_to = jnp.where(meta.state_cut > 0, meta.state_cut_to, state.shape[0])
         entries = jnp.concatenate([entries, cut_to])
         ends = jnp.concatenate([ends, firsts + meta.state_cut])
+    on_tpu = put_by_entries if kept in (1, 2, 4) else put_by_inputs  # these need no padding, see there
     after: Array = jax.lax.platform_dependent(
-        state, entries, laid[_spans(ends, kept)], tpu=put_by_inputs, default=put_by_entries
+        state, entries, laid[_spans(ends, kept)], tpu=on_tpu, default=put_by_entries
     )
     return y.astype(x.dtype), after
 
@@ -86,9 +87,9 @@ def put_by_entries(state: Array, entries: Array, new: Array) -> Array:
 
 
 def put_by_inputs(state: Array, entries: Array, new: Array) -> Array:
-    """Do what `put_by_entries` does, in the order in which XLA's TPU backend stores the state: the oldest
-    inputs of all entries come first. A loop of decode steps would else have another order, and copy the whole
-    state before and after it.
+    """Do what `put_by_entries` does, in the order in which XLA's TPU backend stores the state where K is 4:
+    the oldest inputs of all entries come first, because rows of three would be padded. A loop of decode steps
+    would else have another order, and copy the whole state before and after it.
     """
     inputs = jnp.arange(state.shape[1], dtype=jnp.int32)[:, None]
     turned, new = jnp.swapaxes(state, 0, 1), jnp.swapaxes(new, 0, 1)
