@@ -188,15 +188,28 @@ def grouped_experts(
     activation: Activation,
     limit: float,
     weigh_input: bool,
-    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    adapters: ExpertAdapters | None,
+    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """Compute `experts` by products of rows with the weights of their own expert, without adapters and for
-    weights in the model's dtype.
+    """Compute `experts` by products of rows with the weights of their own expert. Where there are adapters,
+    or no such product for these weights, it is `experts` that computes.
 
     product: is given rows [N, in], sorted by expert, the weights [E, out, in], and how many rows each expert
     has, int32 [E], and returns float32 [N, out]. Rows without an expert come last, and what it returns for
     them is not read.
     """
+    if product is None or adapters is not None:
+        return experts(
+            x,
+            ids,
+            weights,
+            gate_up,
+            down,
+            activation=activation,
+            limit=limit,
+            weigh_input=weigh_input,
+            adapters=adapters,
+        )
     num_experts, per_token = gate_up.weight.shape[0], ids.shape[1]
     has_expert = ids != NO_EXPERT
     expert = jnp.where(has_expert, ids, num_experts).reshape(-1)

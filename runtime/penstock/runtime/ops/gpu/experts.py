@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.ops.adapters import ExpertAdapters
-from penstock.runtime.ops.experts import StackedExperts, experts, grouped_experts
+from penstock.runtime.ops.experts import StackedExperts, grouped_experts
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.tiles import (
     ACC,
@@ -70,18 +70,7 @@ def gpu_experts(
     in XLA. The sums of a product are in another order than XLA's. `form` and `interpreted`: as
     `grouped_product` takes them.
     """
-    if adapters is not None or x.dtype != jnp.bfloat16 or not takes(gate_up, down):
-        return experts(
-            x,
-            ids,
-            weights,
-            gate_up,
-            down,
-            activation=activation,
-            limit=limit,
-            weigh_input=weigh_input,
-            adapters=adapters,
-        )
+    fits = x.dtype == jnp.bfloat16 and takes(gate_up, down)
     return grouped_experts(
         x,
         ids,
@@ -91,7 +80,8 @@ def gpu_experts(
         activation=activation,
         limit=limit,
         weigh_input=weigh_input,
-        product=functools.partial(grouped_product, form=form, interpreted=interpreted),
+        adapters=adapters,
+        product=functools.partial(grouped_product, form=form, interpreted=interpreted) if fits else None,
     )
 
 

@@ -33,8 +33,6 @@ SUBLANES = 16
 _MOST_STAGES = 4
 _PAGES_BYTES = 8 * 2**20
 """What the pages that are on their way may take of the chip's memory, which has 16 MiB for a kernel."""
-
-
 LATENT_SPAN = 256
 """Positions of latents that are multiplied at a time: as many as the chips' units for products have columns.
 With a page of 64, three quarters of these would be idle, and many heads ask for each position.

@@ -26,7 +26,7 @@ from jax import Array, lax
 
 from penstock.runtime.ops.adapters import ExpertAdapters
 from penstock.runtime.ops.cache_spec import TPU_LANES
-from penstock.runtime.ops.experts import StackedExperts, experts, grouped_experts
+from penstock.runtime.ops.experts import StackedExperts, grouped_experts
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.products import has_outputs_last
 
@@ -68,18 +68,7 @@ def tpu_experts(
     in XLA. The sums of a product are in another order than XLA's. `interpret`: as `pallas_call` takes it, for
     tests.
     """
-    if adapters is not None or x.dtype != jnp.bfloat16 or not takes(gate_up, down):
-        return experts(
-            x,
-            ids,
-            weights,
-            gate_up,
-            down,
-            activation=activation,
-            limit=limit,
-            weigh_input=weigh_input,
-            adapters=adapters,
-        )
+    fits = x.dtype == jnp.bfloat16 and takes(gate_up, down)
     return grouped_experts(
         x,
         ids,
@@ -89,7 +78,8 @@ def tpu_experts(
         activation=activation,
         limit=limit,
         weigh_input=weigh_input,
-        product=functools.partial(grouped_product, interpret=interpret),
+        adapters=adapters,
+        product=functools.partial(grouped_product, interpret=interpret) if fits else None,
     )
 
 
