@@ -12,26 +12,11 @@ from bench.workloads import Group, Workload
 from penstock.runtime import EngineConfig
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.cache_spec import PagedKV
+from tests.support.models.configs import TINY
 from tools.on_device.kernels import ExpertSizes, attention_bytes, experts_bytes
 from tools.on_device.limits import Limits, limits_of, of_call, of_workload
 
 LIMITS = Limits(bytes_per_s=1e9, flops_per_s=1e12, source="by hand")
-TINY = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 1,
-}
 PRODUCTS = 4 * 8 * (4 + 2 + 2) + 16 * 8 + 3 * 16 * 8
 """Queries, keys and values; the output; the MLP."""
 

@@ -15,7 +15,7 @@ from penstock.runtime.ops.gpu.forms import FORMS
 from penstock.runtime.planning.chips import CHIPS, Chip, GpuTarget, Machine, read_machine
 from penstock.runtime.planning.plan import plan
 from tests.support.goldens import GOLDEN
-from tests.support.models.configs import published
+from tests.support.models.configs import TINY, published
 
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,22 +32,6 @@ LLAMA_3_1_8B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "eos_token_id": 128001,
-}
-TINY = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 1,
 }
 PRODUCTS = (4 + 2 + 2) * 4 * 8 + 16 * 8 + 2 * 16 * 8 + 8 * 16  # qkv, o, gate and up, down
 PADDED = 32

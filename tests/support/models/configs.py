@@ -14,6 +14,24 @@ PUBLISHED = Path(__file__).parent / "published"
 """What the config.json of published checkpoints say, under their names. They were written down from memory,
 but for Gemma's, so a field may differ from the file of that name on the hub."""
 
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+"""The config.json of one layer that is small enough to count by hand."""
+
 
 def published(name: str) -> dict[str, Any]:
     """Return the config.json of a checkpoint."""
