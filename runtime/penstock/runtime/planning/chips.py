@@ -2,7 +2,7 @@
 one that is not there.
 
 A device is what JAX calls one: a GPU, a TPU chip, or one of the two halves of a TPU7x chip. Rates are those
-of dense products without sparsity, accumulated in float32 or int32. Google's GiB are 2^30 bytes; NVIDIA's GB
+of dense products without sparsity, accumulated in float32. Google's GiB are 2^30 bytes; NVIDIA's GB
 are taken as 10^9 bytes, and its cards have a little more.
 """
 
@@ -93,9 +93,8 @@ class Chip:
     bytes_per_s: float
     """Of its memory."""
     flops_per_s: float
-    """Of products in bfloat16: a multiplication and an addition are two."""
-    int8_ops_per_s: float
-    """Of products in int8; the rate of bfloat16 where the maker names no other."""
+    """Of products in bfloat16: a multiplication and an addition are two. Weights in 8 bits or less are
+    multiplied in bfloat16, too."""
     source: str
     target: TpuTarget | GpuTarget
 
@@ -123,7 +122,6 @@ _LISTED = (
         memory_bytes=16 * _GIB,
         bytes_per_s=819e9,
         flops_per_s=197e12,
-        int8_ops_per_s=393e12,
         source=f"{_TPU_DOCS}/v5e",
         target=TpuTarget(MappingProxyType({4: "v5e:2x2", 8: "v5e:2x4"})),
     ),
@@ -132,7 +130,6 @@ _LISTED = (
         memory_bytes=95 * _GIB,
         bytes_per_s=2765e9,
         flops_per_s=459e12,
-        int8_ops_per_s=918e12,
         source=f"{_TPU_DOCS}/v5p",
         target=TpuTarget(MappingProxyType({4: "v5p:2x2x1", 8: "v5p:2x2x2"})),
     ),
@@ -141,7 +138,6 @@ _LISTED = (
         memory_bytes=32 * _GIB,
         bytes_per_s=1638e9,
         flops_per_s=918e12,
-        int8_ops_per_s=1836e12,
         source=f"{_TPU_DOCS}/v6e",
         target=TpuTarget(MappingProxyType({4: "v6e:2x2", 8: "v6e:2x4"})),
     ),
@@ -150,7 +146,6 @@ _LISTED = (
         memory_bytes=96 * _GIB,
         bytes_per_s=3690e9,
         flops_per_s=1153.5e12,
-        int8_ops_per_s=1153.5e12,
         source=f"{_TPU_DOCS}/tpu7x",
         target=TpuTarget(MappingProxyType({8: "tpu7x:2x2x1"})),
     ),
@@ -159,7 +154,6 @@ _LISTED = (
         memory_bytes=80 * _GB,
         bytes_per_s=2039e9,
         flops_per_s=312e12,
-        int8_ops_per_s=624e12,
         source=f"{_NVIDIA}/data-center/a100",
         target=GpuTarget(
             capability=(8, 0),
@@ -176,7 +170,6 @@ _LISTED = (
         memory_bytes=80 * _GB,
         bytes_per_s=3350e9,
         flops_per_s=989e12,
-        int8_ops_per_s=1979e12,
         source=f"{_NVIDIA}/data-center/h100",
         target=GpuTarget(capability=(9, 0), cores=132, l2_bytes=52_428_800, clock_ghz=1.98),
     ),
@@ -185,7 +178,6 @@ _LISTED = (
         memory_bytes=141 * _GB,
         bytes_per_s=4800e9,
         flops_per_s=989e12,
-        int8_ops_per_s=1979e12,
         source=f"{_NVIDIA}/data-center/h200",
         target=GpuTarget(capability=(9, 0), cores=132, l2_bytes=62_914_560, clock_ghz=1.98),
     ),
@@ -194,7 +186,6 @@ _LISTED = (
         memory_bytes=180 * _GB,
         bytes_per_s=8000e9,
         flops_per_s=2250e12,
-        int8_ops_per_s=4500e12,
         source=f"{_NVIDIA}/data-center/dgx-b200",
         target=GpuTarget(capability=(10, 0), cores=148, l2_bytes=132_120_576, clock_ghz=1.965),
     ),
@@ -203,7 +194,6 @@ _LISTED = (
         memory_bytes=24 * _GB,
         bytes_per_s=300e9,
         flops_per_s=121e12,
-        int8_ops_per_s=242e12,
         source=f"{_NVIDIA}/data-center/l4",
         target=GpuTarget(capability=(8, 9), cores=58, l2_bytes=50_331_648, clock_ghz=2.04, **_ADA),
     ),
@@ -212,7 +202,6 @@ _LISTED = (
         memory_bytes=24 * _GB,
         bytes_per_s=1008e9,
         flops_per_s=165.2e12,
-        int8_ops_per_s=660.6e12,
         source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
         target=GpuTarget(capability=(8, 9), cores=128, l2_bytes=75_497_472, clock_ghz=2.52, **_ADA),
     ),
@@ -221,7 +210,6 @@ _LISTED = (
         memory_bytes=32 * _GB,
         bytes_per_s=1792e9,
         flops_per_s=209.5e12,
-        int8_ops_per_s=838e12,
         source="https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/"
         "nvidia-rtx-blackwell-gpu-architecture.pdf",
         target=GpuTarget(capability=(12, 0), cores=170, l2_bytes=100_663_296, clock_ghz=2.41, **_ADA),

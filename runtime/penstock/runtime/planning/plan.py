@@ -360,8 +360,7 @@ class _Parts:
             values = kept.head_dim if kept.value_dim is None else kept.value_dim
             operations += rows * attended * _num_heads(layer) * 2 * (kept.head_dim + values)
         chip = self.machine.chip
-        rate = chip.int8_ops_per_s if self.options.quantization == "int8" else chip.flops_per_s
-        by_memory, by_products = num_bytes / chip.bytes_per_s, operations / rate
+        by_memory, by_products = num_bytes / chip.bytes_per_s, operations / chip.flops_per_s
         return Step(
             tokens=rows * count,
             bytes=num_bytes,

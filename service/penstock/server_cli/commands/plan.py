@@ -201,7 +201,6 @@ def _facts(found: Plan) -> dict[str, Any]:
         "memory_bytes": chip.memory_bytes,
         "bytes_per_s": chip.bytes_per_s,
         "flops_per_s": chip.flops_per_s,
-        "int8_ops_per_s": chip.int8_ops_per_s,
         "source": chip.source,
         **facts,
         "decode": None if found.decode is None else dataclasses.asdict(found.decode),
