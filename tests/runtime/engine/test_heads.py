@@ -422,7 +422,10 @@ def test_a_cache_of_int8_in_columns_gives_the_same_answers(tmp_path: Path) -> No
         backend = dataclasses.replace(toy_backend(), attention=paged_attention, lanes=lanes)
         changes = {**guesses, "kv_cache_dtype": "int8", "kv_cache_bytes": 4 << 20}
         options = dataclasses.replace(small_config("deepseek_v3"), **changes)
-        engine = Engine(load_model(folder, options, backend), options, backend=backend)
+        # Which asks in every step, however long steps take.
+        proposer = Guesses(lambda seq, most: drafted_tokens(most), random.Random(1), patience=1.0)
+        with mock.patch.object(building, "Drafting", return_value=proposer):
+            engine = Engine(load_model(folder, options, backend), options, backend=backend)
         engine.start()
         found.append(answers(engine, [greedy("r", case["prompt"], 40)])[0])
         engine.shutdown()
