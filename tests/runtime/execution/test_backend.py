@@ -27,7 +27,7 @@ from penstock.runtime.execution.device_state import holds_for_attention
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
-from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV
+from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
 from penstock.runtime.ops.experts import experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.gpu.experts import gpu_experts
@@ -168,11 +168,15 @@ def test_hopper_has_kernels_for_attention_and_experts() -> None:
         of_experts = cast("Any", linear.experts)
         assert not linear.packed
         assert (of_experts.func, of_experts.keywords) == (gpu_experts, {"form": ON_HOPPER})
+    in_int8 = CacheSpec((PagedKV(8, 128, group=2),)).laid_out(backend.lanes)
+    sizes: dict[str, Any] = {"kv_dtype": np.dtype(np.int8), "page_size": 64, "num_slots": 4}
+    assert holds_for_attention(backend.decodes_natively, in_int8, dtype=BF16, **sizes)
     required = EngineConfig(native="require")
     check_required(required, backend, BF16)
     with pytest.raises(ConfigError, match=r"^native: .*a model in float32 .*serve it in bfloat16"):
         check_required(required, backend, F32)
     off = choose_backend(EngineConfig(native="off"), hopper)
+    assert off.lanes == 1
     assert isinstance(off.attention, partial)
     assert off.linear_format(BF16, "none").experts is experts
     assert not off.decodes_natively(query, cache, None)

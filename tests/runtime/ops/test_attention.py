@@ -201,18 +201,20 @@ def test_rows_that_are_wider_change_nothing() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("heads", "dim", "value_dim"),
+    ("lanes", "heads", "dim", "value_dim"),
     [
-        pytest.param(2, 160, None, id="keys"),
-        pytest.param(35, 8, None, id="many"),
-        pytest.param(1, 48, 32, id="latent"),
+        pytest.param(128, 2, 160, None, id="keys"),
+        pytest.param(128, 35, 8, None, id="many"),
+        pytest.param(128, 1, 48, 32, id="latent"),
+        pytest.param(64, 2, 128, None, id="GPU"),
+        pytest.param(64, 17, 64, None, id="GPU, many"),
     ],
 )
-def test_int8_in_columns_means_the_same(heads: int, dim: int, value_dim: int | None) -> None:
-    """As a TPU's cache lies. 35 heads have two columns of scales."""
+def test_int8_in_columns_means_the_same(lanes: int, heads: int, dim: int, value_dim: int | None) -> None:
+    """As a TPU's cache lies, and a GPU's. 35 heads have two columns of scales, and so have 17 on a GPU."""
     sizes = (2 * heads, heads, dim, PAGE, 8, 2, 4, 8)
     shape, options = (
-        Shape(*sizes, value_dim=value_dim, is_int8=True, lanes=128),
+        Shape(*sizes, value_dim=value_dim, is_int8=True, lanes=lanes),
         Options(window=4, sinks=True),
     )
     batch = draw([Case(5, 3), Case(2, 4)], shape, options, 0)

@@ -15,7 +15,7 @@ from penstock.runtime.ops.cache_spec import (
     SlotState,
     cache_dtype,
 )
-from penstock.runtime.ops.kv_rows import num_heads_of
+from penstock.runtime.ops.kv_rows import GPU_LANES, num_heads_of
 
 BF16 = np.dtype(np.float16)  # has as many bytes
 
@@ -86,6 +86,20 @@ def test_int8_lies_in_columns_for_a_tpu() -> None:
     assert (latent.shape, narrow.shape, many.shape) == shapes
     assert [num_heads_of(each, dim) for each, dim in ((latent, 576), (narrow, 192), (many, 64))] == [1, 2, 33]
     assert cache.page_bytes(32, int8) == 32 * 128 * (6 + 2 * 5 + 2 * 35)
+
+
+def test_int8_lies_in_columns_for_a_gpu_where_heads_fill_them() -> None:
+    """Two heads of 192 channels have three columns each, and 17 heads have two columns of scales. A head of
+    96 would fill half of a column with zeros, and no kernel reads latents in int8.
+    """
+    layers = (PagedKV(2, 192), PagedKV(17, 64), PagedKV(2, 96), LatentKV(512, 64))
+    cache = CacheSpec(layers).laid_out(GPU_LANES)
+    cache.check_dtype("int8")
+    found = [each.shape for each in cache.arrays((5,), 32, 2, np.dtype(np.int8))]
+    in_columns, in_rows = [(5, 2, 7, 32, 64), (5, 2, 19, 32, 64)], [(5, 2, 2, 32, 100), (5, 1, 1, 32, 580)]
+    assert found == in_columns + in_rows
+    plain = CacheSpec(layers).arrays((5,), 32, 2, BF16)
+    assert cache.arrays((5,), 32, 2, BF16) == plain
 
 
 def test_int8_is_refused_where_rows_cannot_be_told_from_columns() -> None:

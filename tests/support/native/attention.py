@@ -179,6 +179,24 @@ def in_columns(rows: np.ndarray, lanes: int) -> np.ndarray:
     return np.stack(columns).reshape(len(rows), -1, lanes)
 
 
+def keep(cache: np.ndarray, page: int, offset: int, rows: np.ndarray, shape: Shape) -> None:
+    """Write one token's rows [planes, KH, D] to its place in the cache, in the form that this has."""
+    if not shape.is_int8:
+        cache[page, :, :, offset] = np.pad(rows, ((0, 0), (0, 0), (0, -shape.dim % shape.lanes)))
+    elif shape.lanes == 1:
+        cache[page, :, :, offset] = rounded(rows)
+    elif shape.lanes == 64:
+        int8, numbers = rounded(rows), shape.kv_heads * shape.dim // 64
+        for plane in range(len(rows)):
+            cache[page, plane, :numbers, offset] = int8[plane, :, :-4].reshape(-1, 64)
+            scales = cache[page, plane, numbers:].reshape(-1)  # those of the first head's tokens come first
+            for head in range(shape.kv_heads):
+                at = (head * shape.page + offset) * 4
+                scales[at : at + 4] = int8[plane, head, -4:]
+    else:
+        cache[page, :, :, offset] = in_columns(rounded(rows), shape.lanes)
+
+
 def dense(
     q: np.ndarray,
     k: np.ndarray,
@@ -231,10 +249,6 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
     slopes = rng.uniform(0.01, 1, shape.heads).astype(np.float32) if options.alibi else None
     keys_only = shape.value_dim is not None
     cache = _nothing(shape, rng)
-    behind = -shape.dim % shape.lanes
-    padded = lambda x: np.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, behind),))
-    int8 = rounded if shape.lanes == 1 else lambda x: in_columns(rounded(x), shape.lanes)
-    kept = int8 if shape.is_int8 else padded
     starts, q_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
     expected, writes, at = [], [], 0
     for row, case in enumerate(cases):
@@ -247,7 +261,7 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
         first = 0 if sharing else options.oldest(case.past)
         table[row, first // page : len(pages)] = pages[first // page :]
         for position in range(first, case.past):
-            cache[pages[position // page], :, :, position % page] = kept(past[:, position])
+            keep(cache, pages[position // page], position % page, past[:, position], shape)
         span = slice(at, at + case.new)
         whole = np.concatenate([past, new[:, span]], axis=1)
         seen = meant(rounded(whole)) if shape.is_int8 else whole
@@ -257,7 +271,7 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
         at += case.new
     after = cache.copy()
     for page_id, offset, token in writes:
-        after[page_id, :, :, offset] = kept(new[:, token])
+        keep(after, page_id, offset, new[:, token], shape)
     storage = kv_storage_dtype(cache.dtype)
     return Batch(
         q,

@@ -37,7 +37,7 @@ from penstock.runtime.ops.dealt_pages import dealt_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
 from penstock.runtime.ops.experts import ExpertsOp, experts
 from penstock.runtime.ops.gpu.forms import FORMS, GpuForm
-from penstock.runtime.ops.kv_rows import kv_storage_dtype
+from penstock.runtime.ops.kv_rows import GPU_LANES, kv_storage_dtype
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.native.adapter_packing import native_write_row
@@ -362,9 +362,10 @@ def _with_gpu_kernels(backend: Backend, form: GpuForm) -> Backend:
         decodes_natively=partial(attention.supports, form=form),
         needs_all_native=False,
         native_dtype=np.dtype(jnp.bfloat16),
+        lanes=GPU_LANES,
         kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
-        f"take keys and values in bfloat16, {attention.sizes_supported(form)}, of which at most 64 may read "
-        "the same head of keys",
+        f"take keys and values in bfloat16 or int8, {attention.sizes_supported(form)}, of which at most 64 "
+        "may read the same head of keys",
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.ops.cache_spec import TPU_LANES
-from penstock.runtime.ops.kv_rows import SCALE_BYTES, num_heads_of, read_kv, spread, write_kv
+from penstock.runtime.ops.kv_rows import GPU_LANES, SCALE_BYTES, num_heads_of, read_kv, spread, write_kv
 
 
 class KVSpan(NamedTuple):
@@ -369,7 +369,8 @@ def check_cache(
     """
     is_int8 = kv.dtype == jnp.int8
     width = q.shape[2] + (SCALE_BYTES if is_int8 else 0)
-    is_laid_out = kv.shape[4] == TPU_LANES if is_int8 else kv.shape[4] > width
+    columns = {TPU_LANES} if q.shape[2] % GPU_LANES else {TPU_LANES, GPU_LANES}
+    is_laid_out = kv.shape[4] in columns if is_int8 else kv.shape[4] > width
     if kv.shape[4] != width and not (may_be_wider and is_laid_out):
         raise ValueError(
             f"the KV rows of a cache of {kv.dtype} must be {width} wide for heads of {q.shape[2]}, "

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.ops.kv_rows import SCALE_BYTES, kv_layer_shape
+from penstock.runtime.ops.kv_rows import GPU_LANES, SCALE_BYTES, kv_layer_shape
 
 STATE_COPIES = 2
 """Copies of each slot's state, see the module's docstring."""
@@ -286,10 +286,19 @@ class CacheSpec:
 
     def laid_out(self, lanes: int) -> CacheSpec:
         """Return the same cache with KV rows whose width is a multiple of so many channels, of which those
-        behind the model's own are zeros, or, in int8, with columns of so many bytes (`kv_rows`).
+        behind the model's own are zeros, or, in int8, with columns of so many bytes (`kv_rows`). With
+        `GPU_LANES` these are the rows of heads that are multiples of it: no kernel for GPUs reads others in
+        int8, so they would only take more memory.
         """
+
+        def own(layer: PagedKV | LatentKV) -> int:
+            is_for_gpus = lanes == GPU_LANES
+            takes = isinstance(layer, PagedKV) and layer.head_dim % GPU_LANES == 0
+            return lanes if takes or not is_for_gpus else 1
+
         layers = (
-            layer if isinstance(layer, SlotState) else replace(layer, lanes=lanes) for layer in self.layers
+            layer if isinstance(layer, SlotState) else replace(layer, lanes=own(layer))
+            for layer in self.layers
         )
         return replace(self, layers=tuple(layers))
 

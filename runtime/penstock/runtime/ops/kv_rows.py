@@ -19,6 +19,11 @@ On TPUs a cache of int8 lies in columns of 128 bytes, because XLA copies the who
 another width: first the numbers of each head, with zeros behind them up to whole columns, and then the scales
 of all heads. So eight heads of 128 take nine columns, 0.56 of what they take in bfloat16.
 
+GPUs whose kernels read int8 have columns of 64 bytes, for heads of whole columns: their copies to shared
+memory want rows of multiples of 16 bytes. The scales lie otherwise than on TPUs, those of a head's tokens
+together, so that a block of threads, which takes one head, copies no others. Sixteen heads share the room of
+a column of scales.
+
 What lies past a row's end is never multiplied, not even by zero; tests fill it with NaN.
 """
 
@@ -31,6 +36,9 @@ from jax import Array, lax
 
 SCALE_BYTES = 4
 """Of a KV row in int8, behind its numbers."""
+GPU_LANES = 64
+"""Bytes of a column on GPUs. In a page with such columns the scales of one head lie together; in others those
+of one token do."""
 MOST = 127
 """The largest number of a KV row in int8; the least is -127."""
 LEAST_PEAK = 1e-30
@@ -50,7 +58,8 @@ def kv_layer_shape(
     """Return the shape of one layer's cache: [page, key or value, kv head, offset, dim]. With `keys_only` the
     second axis has one entry, because the values are channels of the keys. With `is_int8` the last axis has
     room for the scale, too; else it is a multiple of `lanes`, and zeros stand behind the model's own numbers.
-    With `is_int8` and more than one lane, the shape is [page, key or value, column, offset, lanes].
+    With `is_int8` and more than one lane, the shape is [page, key or value, column, offset, lanes], where the
+    columns of scales of `GPU_LANES` are but so many bytes, see `words_of`.
 
     What one head reads of a page lies in one piece of memory, which is good for prefetchers and the TLB.
     """
@@ -82,6 +91,21 @@ def num_heads_of(kv: Array | jax.ShapeDtypeStruct, dim: int) -> int:
     of_head, together = -(-dim // lanes), lanes // SCALE_BYTES  # so many heads share a column of scales
     whole, left = divmod(columns, together * of_head + 1)
     return int(whole * together + max(left - 1, 0) // of_head)
+
+
+def words_of(kv: Array) -> Array:
+    """Return a layer's cache in columns of `GPU_LANES` as int32 [page, planes, line, page size]. Lines are as
+    long as the scales that a head has in a page: the first such line stands behind the heads' numbers, and
+    those of the other heads follow. XLA makes no copy of it on GPUs.
+    """
+    pages, planes, columns, page_size, lanes = kv.shape
+    lines = columns * (lanes // SCALE_BYTES)
+    return lax.bitcast_convert_type(kv.reshape(pages, planes, lines, page_size, SCALE_BYTES), jnp.int32)
+
+
+def first_line_of_scales(num_heads: int, dim: int) -> int:
+    """Return which line of `words_of` has the scales of the first head."""
+    return num_heads * (dim // GPU_LANES) * (GPU_LANES // SCALE_BYTES)
 
 
 def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
@@ -148,10 +172,10 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
         k_new, v_new = spread(k_new), v_new.astype(jnp.float32)
     new = k_new[:, None] if v_new is None else jnp.stack([k_new, v_new], axis=1)
     if is_in_columns(kv, k_new.shape[2]):
-        new, page_size = _columns(quantize_rows(new), kv.shape[4]), kv.shape[3]
-        pages, offsets = (x[:, None, None] for x in (write_slots // page_size, write_slots % page_size))
-        planes, columns = (jnp.arange(size, dtype=jnp.int32) for size in kv.shape[1:3])
-        return kv.at[pages, planes[None, :, None], columns[None, None], offsets].set(new, mode="drop")
+        new = quantize_rows(new)
+        if kv.shape[4] == GPU_LANES:
+            return _with_scales_by_head(kv, new, write_slots)
+        return _set_columns(kv, _columns(new, kv.shape[4]), write_slots)
     if kv.dtype == jnp.int8:
         new = quantize_rows(new)
     elif kv.dtype == jnp.uint16:
@@ -182,6 +206,27 @@ def by_rows(kv: Array, new: Array, write_slots: Array) -> Array:
     return flat.reshape(kv.shape)
 
 
+def _set_columns(kv: Array, new: Array, write_slots: Array, first: int = 0) -> Array:
+    """Write [T, planes, n, lanes] at the slots, into the n columns from `first` on, or lines of `words_of`,
+    whose lanes are none: [T, planes, n].
+    """
+    page_size = kv.shape[3]
+    pages, offsets = (x[:, None, None] for x in (write_slots // page_size, write_slots % page_size))
+    planes, columns = (jnp.arange(size, dtype=jnp.int32) for size in new.shape[1:3])
+    at = (pages, planes[None, :, None], first + columns[None, None], offsets)
+    return kv.at[at].set(new, mode="drop")
+
+
+def _with_scales_by_head(kv: Array, rows: Array, write_slots: Array) -> Array:
+    """Write KV rows int8 [T, planes, KH, D + 4] into columns of `GPU_LANES`."""
+    tokens, planes, num_heads, width = rows.shape
+    dim = width - SCALE_BYTES
+    kv = _set_columns(kv, rows[..., :dim].reshape(tokens, planes, -1, GPU_LANES), write_slots)
+    scales = lax.bitcast_convert_type(rows[..., dim:], jnp.int32)
+    words = _set_columns(words_of(kv), scales, write_slots, first_line_of_scales(num_heads, dim))
+    return lax.bitcast_convert_type(words, jnp.int8).reshape(kv.shape)
+
+
 def _columns(rows: Array, lanes: int) -> Array:
     """Lay out KV rows int8 [T, planes, KH, D + 4] in columns [T, planes, columns, lanes]."""
     numbers, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
@@ -196,6 +241,12 @@ def _rows(block: Array, dim: int) -> Array:
     """Turn columns [..., columns, page size, lanes] back into KV rows int8 [..., KH, page size, D + 4]."""
     *lead, _, page_size, lanes = block.shape
     num_heads, of_head = num_heads_of(block, dim), -(-dim // lanes)
+    if lanes == GPU_LANES:
+        cut = num_heads * of_head
+        numbers = block[..., :cut, :, :].reshape(*lead, num_heads, of_head, page_size, lanes)
+        numbers = jnp.moveaxis(numbers, -3, -2).reshape(*lead, num_heads, page_size, dim)
+        scales = block[..., cut:, :, :].reshape(*lead, -1, page_size, SCALE_BYTES)
+        return jnp.concatenate([numbers, scales[..., :num_heads, :, :]], axis=-1)
     by_position = jnp.moveaxis(block, -3, -2).reshape(*lead, page_size, -1)
     cut = num_heads * of_head * lanes
     numbers = by_position[..., :cut].reshape(*lead, page_size, num_heads, -1)[..., :dim]

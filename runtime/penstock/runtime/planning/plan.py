@@ -51,7 +51,9 @@ from penstock.runtime.models.stages import Stage, stages_of
 from penstock.runtime.ops.attention import LONG_SPAN, PREFILL_BLOCK_Q
 from penstock.runtime.ops.cache_spec import TPU_LANES, CacheSpec, LatentKV, PagedKV, SlotState, cache_dtype
 from penstock.runtime.ops.codes import CodeForm
-from penstock.runtime.planning.chips import Machine
+from penstock.runtime.ops.gpu.forms import FORMS
+from penstock.runtime.ops.kv_rows import GPU_LANES
+from penstock.runtime.planning.chips import Machine, TpuTarget
 
 SAMPLER_COPIES = 5
 """Arrays of float32 [rows, vocabulary] that the sampler's programs have at a time."""
@@ -212,8 +214,11 @@ def _plan_of(parts: _Parts, drafting: Sequence[_Parts], context: int, temp_bytes
 
 
 def _lanes(machine: Machine) -> int:
-    """Return what the width of KV rows is a multiple of."""
-    return TPU_LANES if machine.chip.is_tpu else 1
+    """Return what the width of KV rows is a multiple of, where kernels of ours attend if there are any."""
+    target = machine.chip.target
+    if isinstance(target, TpuTarget):
+        return TPU_LANES
+    return GPU_LANES if ".".join(map(str, target.capability)) in FORMS else 1
 
 
 def _in_turns(step: Step, rows: int, num_turns: int) -> Step:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -27,10 +28,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from penstock.runtime.ops.attention import AttentionOptions, make_meta
 from penstock.runtime.ops.gpu import decode_attention
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
-from penstock.runtime.ops.gpu.forms import ON_B200, ON_HOPPER, ON_RTX_50, GpuForm
-from penstock.runtime.ops.kv_rows import kv_layer_shape
+from penstock.runtime.ops.gpu.forms import FORMS, ON_B200, ON_HOPPER, ON_RTX_50, GpuForm
+from penstock.runtime.ops.kv_rows import GPU_LANES, kv_layer_shape
 from tests.support.gpu.compiled import CACHE, LAYERS
-from tests.support.native.attention import Case, Options, Shape, alone, check, draw, runner
+from tests.support.native.attention import Batch, Case, Options, Shape, alone, check, draw, runner
 
 BF16, F32, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int8)
 ROWS, WIDTH, PAGES = 3, 4, 14
@@ -61,6 +62,11 @@ def step(shape: Shape, options: Options, *, decode: bool, form: GpuForm) -> Call
     return runner(attention, shape, options, decode=decode)
 
 
+def as_stored(batch: Batch, shape: Shape) -> Batch:
+    """Return the step with its cache in the dtype that it has on a GPU."""
+    return batch if shape.is_int8 else dataclasses.replace(batch, cache=batch.cache.view(BF16))
+
+
 def attends(
     cases: list[Case],
     shape: Shape,
@@ -72,7 +78,7 @@ def attends(
     **how: Any,
 ) -> None:
     batch = draw(cases, shape, options, seed)
-    stored = dataclasses.replace(batch, cache=batch.cache.view(BF16))
+    stored = as_stored(batch, shape)
     interpreting: Any = plgpu
     with interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams(**how)):
         check(batch, step(shape, options, decode=decode, form=form)(stored), TOLERANCE)
@@ -82,8 +88,7 @@ def have_the_same_bits_alone(
     cases: list[Case], shape: Shape, options: Options, seed: int, *, decode: bool, form: GpuForm
 ) -> None:
     """Compute a step, and for each of its rows one by the same program, which has no other row."""
-    batch = draw(cases, shape, options, seed)
-    batch = dataclasses.replace(batch, cache=batch.cache.view(BF16))
+    batch = as_stored(draw(cases, shape, options, seed), shape)
     run = step(shape, options, decode=decode, form=form)
     interpreting: Any = plgpu
     with interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams()):
@@ -106,6 +111,11 @@ def chunked(heads: int, kv_heads: int, dim: int = 64, page: int = 64) -> Shape:
     return dataclasses.replace(sized(heads, kv_heads, dim, page), tokens=TOKENS)
 
 
+def int8(shape: Shape) -> Shape:
+    """Keep the same in int8."""
+    return dataclasses.replace(shape, is_int8=True, lanes=GPU_LANES)
+
+
 @needs_interpreter
 @pytest.mark.ci
 @pytest.mark.parametrize(
@@ -115,8 +125,11 @@ def chunked(heads: int, kv_heads: int, dim: int = 64, page: int = 64) -> Shape:
         (sized(8, 1, dim=128), Options(window=70), ON_HOPPER),  # merged by a kernel
         (sized(3, 3, page=128), Options(chunk=96, softcap=2.0, sinks=True), ON_HOPPER),
         (sized(6, 2, dim=128), Options(window=70, softcap=2.0, sinks=True), ON_B200),
+        (int8(sized(4, 2, dim=128)), Options(window=70, sinks=True), ON_HOPPER),
+        (int8(sized(17, 17, page=128)), Options(chunk=96, softcap=2.0), ON_HOPPER),  # two columns of scales
+        (int8(sized(6, 2)), Options(window=70, softcap=2.0, sinks=True), ON_B200),
     ],
-    ids=["plain", "window", "everything", "Blackwell"],
+    ids=["plain", "window", "everything", "Blackwell", "int8", "int8, many", "int8, Blackwell"],
 )
 @settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
@@ -132,12 +145,18 @@ def test_rows_of_any_length(
 
 @needs_interpreter
 @pytest.mark.ci
-@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [(sized(4, 2), ON_HOPPER), (sized(4, 2), ON_B200), (int8(sized(4, 2)), ON_HOPPER)],
+    ids=["Hopper", "B200", "int8"],
+)
 @settings(max_examples=2, deadline=None)
 @given(pasts=st.lists(st.integers(0, WIDTH * 64 - 1), min_size=2, max_size=ROWS), seed=st.integers(0, 2**31))
-def test_a_row_has_the_same_bits_beside_others_and_alone(form: GpuForm, pasts: list[int], seed: int) -> None:
+def test_a_row_has_the_same_bits_beside_others_and_alone(
+    shape: Shape, form: GpuForm, pasts: list[int], seed: int
+) -> None:
     cases, options = [Case(past, 1) for past in pasts], Options(softcap=2.0, sinks=True)
-    have_the_same_bits_alone(cases, sized(4, 2), options, seed, decode=True, form=form)
+    have_the_same_bits_alone(cases, shape, options, seed, decode=True, form=form)
 
 
 @pytest.fixture
@@ -147,9 +166,10 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     task, found = copies.AsyncCopyGmemToSmemTask, []
     read = task.pre_read
 
-    def counting(copy: Any, *arguments: Any) -> None:
-        found.append(int(np.prod(copy.src_access.shape)) * BF16.itemsize)
-        read(copy, *arguments)
+    def counting(copy: Any, thread: Any, memory: Any) -> None:
+        dtype = memory.buffer_shape_and_dtype(copy.dst_allocation_key).dtype
+        found.append(int(np.prod(copy.src_access.shape)) * np.dtype(dtype).itemsize)
+        read(copy, thread, memory)
 
     monkeypatch.setattr(task, "pre_read", counting)
     return found
@@ -158,8 +178,14 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @needs_interpreter
 @pytest.mark.sweep
 @pytest.mark.parametrize(("window", "pages"), [(None, 8), (300, 5)])
+@pytest.mark.parametrize(("is_int8", "of_row"), [(False, 2 * 64), (True, 64 + 4)], ids=["bfloat16", "int8"])
 def test_a_decode_step_copies_what_is_in_use(
-    monkeypatch: pytest.MonkeyPatch, copied: list[int], window: int | None, pages: int
+    monkeypatch: pytest.MonkeyPatch,
+    copied: list[int],
+    window: int | None,
+    pages: int,
+    is_int8: bool,
+    of_row: int,
 ) -> None:
     """16 rows of 500 tokens, and their queries once for each block. One head of keys stands for eight: with
     these a GPU has two blocks for each row and head. With a window of 300, a row sees positions from 200 on,
@@ -167,8 +193,8 @@ def test_a_decode_step_copies_what_is_in_use(
     """
     monkeypatch.setattr(decode_attention, "_BLOCKS", 16 * 2)
     shape = Shape(2, 1, 64, 64, 16, 16, 20, 256, dtype="bfloat16")
-    attends([Case(499, 1)] * 16, shape, Options(window=window), 1, decode=True)
-    in_use, queries = 16 * pages * 64 * (2 * 64 * 2), 16 * 2 * (8 * 64 * 2)
+    attends([Case(499, 1)] * 16, int8(shape) if is_int8 else shape, Options(window=window), 1, decode=True)
+    in_use, queries = 16 * pages * 64 * 2 * of_row, 16 * 2 * (8 * 64 * 2)
     assert sum(copied) == in_use + queries <= 1.05 * in_use
 
 
@@ -180,27 +206,32 @@ def test_more_heads_than_a_product_of_the_tensor_cores_has_rows() -> None:
 
 @needs_interpreter
 @pytest.mark.ci
-@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
+@pytest.mark.parametrize(
+    ("kept", "form"), [(BF16, ON_HOPPER), (BF16, ON_B200), (INT8, ON_HOPPER)], ids=["Hopper", "B200", "int8"]
+)
 def test_a_block_adds_up_more_pages_than_shared_memory_holds(
-    monkeypatch: pytest.MonkeyPatch, form: GpuForm
+    monkeypatch: pytest.MonkeyPatch, kept: np.dtype[Any], form: GpuForm
 ) -> None:
     """A GPU that is full has one block for each row, and each reads all pages of its row."""
     monkeypatch.setattr(decode_attention, "_BLOCKS", ROWS)
-    shape = dataclasses.replace(sized(5, 1), width=6, pages=20)
-    single([6 * 64 - 1, 3, 200], shape, Options(softcap=2.0, sinks=True), 4, form=form)
+    width = 8 if kept == INT8 else 6  # of int8, shared memory holds six
+    shape = dataclasses.replace(int8(sized(5, 1)) if kept == INT8 else sized(5, 1), width=width, pages=20)
+    single([width * 64 - 1, 3, 200], shape, Options(softcap=2.0, sinks=True), 4, form=form)
 
 
 @needs_interpreter
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("options", [Options(), Options(window=70, sinks=True)])
 def test_no_warpgroup_reads_what_another_still_writes(
-    monkeypatch: pytest.MonkeyPatch, options: Options, form: GpuForm
+    monkeypatch: pytest.MonkeyPatch, options: Options, is_int8: bool, form: GpuForm
 ) -> None:
     """The pages of a row, all of which one block reads, come round to each place in shared memory again."""
     monkeypatch.setattr(decode_attention, "_BLOCKS", ROWS)
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
     shape = dataclasses.replace(sized(8, 1), width=9, pages=30)
+    shape = int8(shape) if is_int8 else shape
     single([9 * 64 - 1, 3, 450], shape, options, 2, form=form, detect_races=True)
     assert not races().races_found
 
@@ -323,7 +354,7 @@ def lowered(
     tokens = shape.rows if decode else 32
     keys_only = shape.value_dim is not None
     sizes = (shape.pages, shape.page, shape.kv_heads, shape.dim)
-    cache = kv_layer_shape(*sizes, keys_only=keys_only, is_int8=kept == INT8)
+    cache = kv_layer_shape(*sizes, keys_only=keys_only, is_int8=kept == INT8, lanes=shape.lanes)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array | None, kv: jax.Array, ints: jax.Array) -> Any:
         meta = make_meta(
@@ -370,8 +401,9 @@ def lowered(
         (sized(15, 3), Options(window=512, softcap=50.0), BF16, False, 2),
         (sized(16, 8, dim=128), Options(alibi=True), BF16, False, 0),
         (sized(16, 8, dim=128), Options(ahead=5), BF16, False, 0),
-        (sized(16, 8, dim=128), Options(), INT8, False, 0),
-        (sized(16, 8, dim=128), Options(), INT8, True, 0),
+        (int8(sized(16, 8, dim=128)), Options(), INT8, True, 2),
+        (int8(sized(16, 8, dim=128)), Options(), INT8, False, 0),  # no kernel reads int8 for chunks
+        (sized(16, 8, dim=128), Options(), INT8, True, 0),  # rows of 132 bytes
         (dataclasses.replace(sized(16, 8), dtype="float32"), Options(), F32, True, 0),
         (sized(16, 8, dim=96), Options(), BF16, True, 0),
         (sized(16, 8, page=16), Options(), BF16, True, 0),
@@ -403,6 +435,17 @@ def test_which_programs_have_the_kernels_on_blackwell(
 ) -> None:
     text = lowered(shape, Options(), BF16, decode=decode, form=form)
     assert len(re.findall(r"@mosaic_gpu|\"mosaic_gpu", text)) == launches
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.name)
+def test_int8_is_taken_in_the_sizes_of_bfloat16(form: GpuForm) -> None:
+    """So one list of sizes tells an operator of both."""
+    sizes = list(itertools.product((16, 64, 128, 256), (64, 96, 128, 192, 256, 320)))
+    wide, narrow = (
+        [size for size in sizes if decode_attention.takes(*size, 8, form=form, is_int8=is_int8)]
+        for is_int8 in (False, True)
+    )
+    assert wide == narrow != []
 
 
 @needs_cuda

@@ -21,7 +21,7 @@ from penstock.runtime.ops.gpu.chunk_attention import chunk_attention
 from penstock.runtime.ops.gpu.decode_attention import decode_attention, takes
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.tiles import SWIZZLE, TILE
-from penstock.runtime.ops.kv_rows import write_kv
+from penstock.runtime.ops.kv_rows import GPU_LANES, num_heads_of, spread, write_kv
 
 
 def supports(
@@ -34,12 +34,15 @@ def supports(
     """Say whether the kernels can handle queries [T, H, D] against such a cache, with this `value_dim`.
     `form`: as `decode_attention` takes it.
     """
-    _, planes, kv_heads, page_size, dim = kv.shape
+    _, planes, _, page_size, width = kv.shape
+    is_int8 = kv.dtype == jnp.int8
+    dim = q.shape[2] if is_int8 else width
     return (
-        q.dtype == kv.dtype == jnp.bfloat16
+        q.dtype == jnp.bfloat16
+        and (width == GPU_LANES if is_int8 else kv.dtype == jnp.bfloat16)
         and planes == 2
         and value_dim is None
-        and takes(page_size, dim, q.shape[1] // kv_heads, form=form)
+        and takes(page_size, dim, q.shape[1] // num_heads_of(kv, dim), form=form, is_int8=is_int8)
     )
 
 
@@ -69,12 +72,15 @@ def gpu_paged_attention(
     XLA. `form`: as `decode_attention` takes it. `interpreted`: as Pallas' interpreter wants it, for
     tests.
     """
-    check_cache(q, v_new, kv, options.value_dim)
-    has_chunks = meta.block_tokens.shape[1] > 1
-    cannot = options.slopes is not None or meta.reach is not None
+    has_chunks, is_int8 = meta.block_tokens.shape[1] > 1, kv.dtype == jnp.int8
+    check_cache(q, v_new, kv, options.value_dim, may_be_wider=is_int8)
+    # The kernel for chunks does not read int8, so XLA computes all rows of a step that has chunks.
+    cannot = options.slopes is not None or meta.reach is not None or (is_int8 and has_chunks)
     if cannot or not supports(q, kv, options.value_dim, form=form):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
+    if is_int8:
+        q = spread(q).astype(q.dtype)
 
     def of_single(q: Array, kv_lens: Array) -> Array:
         """Attend with one query of each row, [R, H, D], after so many tokens, int32[R]; 0 for others."""

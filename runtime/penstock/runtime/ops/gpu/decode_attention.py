@@ -24,6 +24,7 @@ from jax import Array, lax
 
 from penstock.runtime.ops.gpu import online_softmax
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
+from penstock.runtime.ops.gpu.int8_pages import COPIES, Int8Pages, bytes_of, views
 from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
 from penstock.runtime.ops.gpu.tiles import (
     BARRIER_BYTES,
@@ -34,6 +35,7 @@ from penstock.runtime.ops.gpu.tiles import (
     launched,
     loaded,
 )
+from penstock.runtime.ops.kv_rows import num_heads_of
 
 _HEADS = 8
 """Heads of queries come to shared memory in whole tiles of so many."""
@@ -44,23 +46,26 @@ _BLOCKS = 264
 _MOST_SPLITS = 32
 
 
-def stages_for(page_size: int, dim: int, *, form: GpuForm) -> int:
+def stages_for(page_size: int, dim: int, *, form: GpuForm, is_int8: bool = False) -> int:
     """Tell how many pages of keys and of values shared memory can hold at a time; less than 2 do not do."""
     beside = TILE * dim * (2 + 4) + 2 * TILE * 4 + BARRIER_BYTES
     if form.by_warps:
         beside += TILE * page_size * 2  # weights
+    if is_int8:  # as many bytes on their way as in bfloat16
+        beside += 2 * page_size * dim * 2  # operands
+        return min(2 * MOST_STAGES, (form.shared_bytes - beside) // (2 * bytes_of(page_size, dim)))
     return min(MOST_STAGES, (form.shared_bytes - beside) // (2 * page_size * dim * 2))
 
 
-def takes(page_size: int, dim: int, group: int, *, form: GpuForm) -> bool:
-    """Say whether the kernel can compute with such pages and heads; `group` query heads read a head of
-    keys. `form`: as `decode_attention` takes it.
+def takes(page_size: int, dim: int, group: int, *, form: GpuForm, is_int8: bool = False) -> bool:
+    """Say whether the kernel can compute with such pages and heads, in bfloat16 or int8; `group` query heads
+    read a head of keys. `form`: as `decode_attention` takes it.
     """
     return (
         page_size in (TILE, 2 * TILE)
         and dim % SWIZZLE == 0
         and group <= TILE
-        and stages_for(page_size, dim, form=form) >= LEAST_STAGES
+        and stages_for(page_size, dim, form=form, is_int8=is_int8) >= LEAST_STAGES
     )
 
 
@@ -80,7 +85,7 @@ def decode_attention(
     interpreted: bool = False,
 ) -> Array:
     """Compute attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] ->
-    bfloat16 [R, H, D].
+    bfloat16 [R, H, D]. Or kv is int8 in columns of `GPU_LANES`, and q is spread (`kv_rows`).
 
     Row r attends to its positions from oldest[r] up to ends[r], which is exclusive, and 0 for a padding row;
     page_table int32[R, P] has the page of each position. What lies elsewhere may be NaN. `splits`: how many
@@ -89,7 +94,7 @@ def decode_attention(
     interpreter knows products.
     """
     num_rows, num_heads, dim = q.shape
-    kv_heads = kv.shape[2]
+    kv_heads = num_heads_of(kv, dim)
     group = num_heads // kv_heads
     most = max(1, TILE // group)
     outs = []
@@ -134,19 +139,12 @@ def _of_shares(
     [R, count, splits, 64].
     """
     num_rows, num_heads, dim = q.shape
-    page_size = kv.shape[3]
-    stages = stages_for(page_size, dim, form=form)
+    page_size, kv_heads = kv.shape[3], num_heads_of(kv, dim)
+    is_int8 = kv.dtype == jnp.int8
+    stages = stages_for(page_size, dim, form=form, is_int8=is_int8)
 
-    def kernel(
-        q_ref: Any,
-        kv_ref: Any,
-        oldest_ref: Any,
-        ends_ref: Any,
-        table_ref: Any,
-        acc_out: Any,
-        peak_out: Any,
-        total_out: Any,
-    ) -> None:
+    def kernel(q_ref: Any, oldest_ref: Any, ends_ref: Any, table_ref: Any, *others: Any) -> None:
+        *kv_refs, acc_out, peak_out, total_out = others
         row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
         seen_from, seen_to = oldest_ref[row], ends_ref[row]
         page = jnp.int32(page_size)
@@ -159,8 +157,8 @@ def _of_shares(
 
         def scoped(
             q_smem: Any,
-            k_smem: Any,
-            v_smem: Any,
+            k_pages: Any,
+            v_pages: Any,
             acc_smem: Any,
             row_smem: Any,
             w_smem: Any,
@@ -182,40 +180,54 @@ def _of_shares(
                 def step(i: Any, sums: Sums) -> Sums:
                     stage = lax.rem(i, jnp.int32(stages))
                     position = (begin + i) * page_size
+
+                    def free(barriers: Any) -> None:
+                        @pl.when(i + stages < steps)  # else nobody waits for it
+                        def _() -> None:
+                            plgpu.barrier_arrive(barriers.at[stage])
+
                     plgpu.barrier_wait(k_bars.at[stage])
+                    if is_int8:
+                        k_scales = k_pages.take(stage)
+                        free(k_free)
+                    keys = k_pages.operand if is_int8 else k_pages.at[stage]
                     scores = online_softmax.product(
-                        q_smem, k_smem.at[stage], by_warps=form.by_warps, interpreted=interpreted
+                        q_smem, keys, by_warps=form.by_warps, interpreted=interpreted
                     )
-
-                    @pl.when(i + stages < steps)  # else nobody waits for it
-                    def _() -> None:
-                        plgpu.barrier_arrive(k_free.at[stage])
-
+                    if is_int8:
+                        scores = scores * lax.broadcast_in_dim(k_scales, scores.shape, [1])
+                    else:
+                        free(k_free)
                     at = position + plgpu.broadcasted_iota(
                         jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA
                     )
                     scores = online_softmax.capped(scores, scale, softcap)
-                    scores = jnp.where((at >= seen_from) & (at < seen_to), scores, LOW)
-                    weights, sums = online_softmax.weighed(scores, sums)
-                    plgpu.barrier_wait(v_bars.at[stage])
+                    seen = (at >= seen_from) & (at < seen_to)
+                    scores = jnp.where(seen, scores, LOW)
+                    v_scales = None
+                    if is_int8:
+                        plgpu.barrier_wait(v_bars.at[stage])
+                        v_scales = lax.broadcast_in_dim(v_pages.take(stage), scores.shape, [1])
+                        v_scales = jnp.where(seen, v_scales, 0.0)  # others may be NaN
+                        free(v_free)
+                    weights, sums = online_softmax.weighed(scores, sums, scales=v_scales)
+                    if not is_int8:
+                        plgpu.barrier_wait(v_bars.at[stage])
 
-                    @pl.when((position < seen_from) | (position + page_size > seen_to))
-                    def _() -> None:
-                        online_softmax.clean(v_smem.at[stage], position, seen_from, seen_to)
+                        @pl.when((position < seen_from) | (position + page_size > seen_to))
+                        def _() -> None:
+                            online_softmax.clean(v_pages.at[stage], position, seen_from, seen_to)
 
                     acc = online_softmax.added(
                         sums.acc,
                         weights,
-                        v_smem.at[stage],
+                        v_pages.operand if is_int8 else v_pages.at[stage],
                         w_smem,
                         by_warps=form.by_warps,
                         interpreted=interpreted,
                     )
-
-                    @pl.when(i + stages < steps)
-                    def _() -> None:
-                        plgpu.barrier_arrive(v_free.at[stage])
-
+                    if not is_int8:
+                        free(v_free)
                     return sums._replace(acc=acc)
 
                 acc, peak, total = lax.fori_loop(0, steps, step, online_softmax.begin(dim))
@@ -233,25 +245,33 @@ def _of_shares(
             def _fetch() -> None:
                 def fetch(i: Any, stage: Any) -> None:
                     at = table_ref[row, begin + i]
-                    for place, smem, bars in ((0, k_smem, k_bars), (1, v_smem, v_bars)):
-                        page_ref = kv_ref.at[at, place, first + head]
-                        plgpu.copy_gmem_to_smem(page_ref, smem.at[stage], bars.at[stage])
+                    for plane, pages, bars in ((0, k_pages, k_bars), (1, v_pages, v_bars)):
+                        bar = bars.at[stage]
+                        if is_int8:
+                            pages.fetch(*kv_refs, at, plane, first + head, kv_heads, stage, bar)
+                        else:
+                            (kv_ref,) = kv_refs
+                            plgpu.copy_gmem_to_smem(kv_ref.at[at, plane, first + head], pages.at[stage], bar)
 
                 fetch_ahead(steps, stages, fetch, k_free, v_free)
 
+        places: Any = plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED)
+        if is_int8:
+            places = Int8Pages.of_stages(stages, page_size, dim)
+        copies = COPIES if is_int8 else 1
         pl.run_scoped(
             scoped,
             plgpu.SMEM((TILE, dim), jnp.bfloat16, transforms=TILED),
-            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED),
-            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED),
+            places,
+            places,
             plgpu.SMEM((TILE, dim), jnp.float32),
             plgpu.SMEM((2, TILE), jnp.float32),
             plgpu.SMEM((TILE, page_size), jnp.bfloat16, transforms=TILED)
             if interpreted or form.by_warps
             else None,
             plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             collective_axes="warpgroup",
@@ -268,7 +288,7 @@ def _of_shares(
         grid_names=("split", "head", "row"),
         num_threads=2,
         thread_name="warpgroup",
-    )(q, kv, oldest, ends, page_table)
+    )(q, oldest, ends, page_table, *(views(kv) if is_int8 else (kv,)))
     return made
 
 

@@ -76,15 +76,20 @@ def capped(scores: Any, scale: float, softcap: float | None) -> Any:
     return scores * LOG2E
 
 
-def weighed(scores: Any, sums: Sums, memory: TensorMemory | None = None) -> tuple[Any, Sums]:
+def weighed(
+    scores: Any, sums: Sums, memory: TensorMemory | None = None, scales: Any = None
+) -> tuple[Any, Sums]:
     """Return the weights of a page's scores, bfloat16 [64, page], and the sums without the page's values.
-    `memory`: as `begin` takes it.
+    `memory`: as `begin` takes it. `scales`: of the values, float32 [64, page], with which the weights are
+    multiplied; None: the values have none.
     """
     acc, peak, total = sums
     top = jnp.maximum(peak, scores.max(axis=1))
     fade = jnp.exp2(peak - top)
     weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
     total = total * fade + weights.sum(axis=1)
+    if scales is not None:
+        weights = weights * scales
     weights = weights.astype(jnp.bfloat16)
     if memory is None:
         acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
