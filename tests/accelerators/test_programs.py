@@ -127,6 +127,8 @@ HEADS_OF = {
     "rtx5090": frozenset((64,)),
 }
 """Chips to the heads with which kernels attend, in pages of 64 tokens."""
+INT8_CHUNKS_OF = {"h100": ALL_HEADS - {256}, "b200": frozenset[int](), "rtx5090": frozenset((64,))}
+"""GPUs to the heads of which kernels read int8 for chunks. XLA computes mixed steps of others."""
 NEED_JAX_0_11 = ("b200", "rtx5090")
 EXPERTS_OF = dict.fromkeys(("tpu-v5e", "tpu-v6e", "tpu-v7x"), 8) | dict.fromkeys(
     ("h100", "b200", "rtx5090"), 64
@@ -194,7 +196,7 @@ def kernels_due(model: str, machine: Machine, options: EngineConfig, job: object
     if own.head_dim in HEADS_OF[chip] and not options.context_parallel:
         if machine.chip.is_tpu:  # one kernel takes all rows of a step
             due["decode_attention" if job.decode_only else "chunk_attention"] = own.attends
-        elif job.decode_only or options.kv_cache_dtype != "int8":  # the one for chunks reads no int8
+        elif job.decode_only or options.kv_cache_dtype != "int8" or own.head_dim in INT8_CHUNKS_OF[chip]:
             due["decode_attention"] = own.attends * own.launches
             due["chunk_attention"] = 0 if job.decode_only else own.attends
     if own.latents and machine.chip.is_tpu and not options.context_parallel:

@@ -126,10 +126,10 @@ def int8(shape: Shape) -> Shape:
         (sized(3, 3, page=128), Options(chunk=96, softcap=2.0, sinks=True), ON_HOPPER),
         (sized(6, 2, dim=128), Options(window=70, softcap=2.0, sinks=True), ON_B200),
         (int8(sized(4, 2, dim=128)), Options(window=70, sinks=True), ON_HOPPER),
-        (int8(sized(17, 17, page=128)), Options(chunk=96, softcap=2.0), ON_HOPPER),  # two columns of scales
+        (int8(sized(3, 3, page=128)), Options(chunk=96, softcap=2.0), ON_HOPPER),
         (int8(sized(6, 2)), Options(window=70, softcap=2.0, sinks=True), ON_B200),
     ],
-    ids=["plain", "window", "everything", "Blackwell", "int8", "int8, many", "int8, Blackwell"],
+    ids=["plain", "window", "everything", "Blackwell", "int8", "int8, wide", "int8, Blackwell"],
 )
 @settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
@@ -261,30 +261,43 @@ def test_chunks_in_a_process_with_threads_enough() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "5 passed" in done.stdout
+    assert "7 passed" in done.stdout
 
 
 @needs_interpreter
 @needs_threads
 @pytest.mark.ci
-@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200, ON_RTX_50], ids=["Hopper", "B200", "RTX 50"])
-def test_chunks_beside_rows_of_one_token(form: GpuForm) -> None:
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        (chunked(2, 1), ON_HOPPER),
+        (chunked(2, 1), ON_B200),
+        (chunked(2, 1), ON_RTX_50),
+        (int8(chunked(2, 1)), ON_HOPPER),
+    ],
+    ids=["Hopper", "B200", "RTX 50", "int8"],
+)
+def test_chunks_beside_rows_of_one_token(shape: Shape, form: GpuForm) -> None:
     """Three pages before a chunk of two tiles, and one key before a single token."""
     cases = [Case(190, 66), Case(1, 1), Case(0, 2)]
-    attends(cases, chunked(2, 1), Options(softcap=2.0, sinks=True), 5, decode=False, form=form)
+    attends(cases, shape, Options(softcap=2.0, sinks=True), 5, decode=False, form=form)
 
 
 @needs_interpreter
 @needs_threads
 @pytest.mark.ci
-@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
-def test_chunks_beside_others_have_the_bits_of_chunks_alone(form: GpuForm) -> None:
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [(chunked(2, 1), ON_HOPPER), (chunked(2, 1), ON_B200), (int8(chunked(2, 1)), ON_HOPPER)],
+    ids=["Hopper", "B200", "int8"],
+)
+def test_chunks_beside_others_have_the_bits_of_chunks_alone(shape: Shape, form: GpuForm) -> None:
     """The first token of the third row is the 67th. Blocks are aligned to 8 tokens, so its tokens are in
     other lines of their tiles when it is alone.
     """
     cases = [Case(190, 66), Case(1, 1), Case(130, 70)]
     options = Options(softcap=2.0, sinks=True)
-    have_the_same_bits_alone(cases, chunked(2, 1), options, 5, decode=False, form=form)
+    have_the_same_bits_alone(cases, shape, options, 5, decode=False, form=form)
 
 
 @needs_interpreter
@@ -302,8 +315,15 @@ def test_chunks_beside_others_have_the_bits_of_chunks_alone(form: GpuForm) -> No
         (chunked(4, 1, dim=128, page=128), Options(chunk=40, softcap=2.0, sinks=True), ON_B200),
         (chunked(2, 2, dim=192), Options(), ON_B200),
         (chunked(3, 1), Options(window=70), ON_B200),
+        (int8(chunked(4, 2, dim=128)), Options(), ON_HOPPER),
+        (int8(chunked(3, 1)), Options(window=70, sinks=True), ON_HOPPER),
+        (int8(chunked(2, 1, page=128)), Options(chunk=40, softcap=2.0), ON_HOPPER),
+        (int8(chunked(2, 1)), Options(), ON_RTX_50),
     ],
-    ids=["plain", "odd", "everything", "wide", "narrow", "RTX 50", "B200", "B200 wide", "B200 odd"],
+    ids=[
+        *("plain", "odd", "everything", "wide", "narrow", "RTX 50", "B200", "B200 wide", "B200 odd"),
+        *("int8", "int8 odd", "int8 chunk", "int8 RTX 50"),
+    ],
 )
 @settings(max_examples=2, deadline=None)
 @given(cases=steps(), seed=st.integers(0, 2**31))
@@ -316,16 +336,21 @@ def test_chunks_of_any_length(
 @needs_interpreter
 @needs_threads
 @pytest.mark.sweep
-@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200, ON_RTX_50], ids=["Hopper", "B200", "RTX 50"])
+@pytest.mark.parametrize(
+    ("form", "is_int8"),
+    [(ON_HOPPER, False), (ON_B200, False), (ON_RTX_50, False), (ON_HOPPER, True), (ON_RTX_50, True)],
+    ids=["Hopper", "B200", "RTX 50", "int8", "int8 RTX 50"],
+)
 @pytest.mark.parametrize(
     ("heads", "options"), [(2, Options()), (3, Options(window=200, sinks=True))], ids=["heads", "tokens"]
 )
 def test_no_tile_of_a_chunk_reads_what_another_still_writes(
-    heads: int, options: Options, form: GpuForm
+    heads: int, options: Options, form: GpuForm, is_int8: bool
 ) -> None:
     """A block's pages come round to each place in shared memory more than once."""
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
     shape = dataclasses.replace(chunked(heads, 1), width=9, pages=30)
+    shape = int8(shape) if is_int8 else shape
     cases = [Case(420, 140), Case(7, 3)]
     attends(cases, shape, options, 2, decode=False, form=form, detect_races=True)
     assert not races().races_found
@@ -402,7 +427,8 @@ def lowered(
         (sized(16, 8, dim=128), Options(alibi=True), BF16, False, 0),
         (sized(16, 8, dim=128), Options(ahead=5), BF16, False, 0),
         (int8(sized(16, 8, dim=128)), Options(), INT8, True, 2),
-        (int8(sized(16, 8, dim=128)), Options(), INT8, False, 0),  # no kernel reads int8 for chunks
+        (int8(sized(16, 8, dim=128)), Options(), INT8, False, 3),
+        (int8(sized(8, 4, dim=256)), Options(), INT8, False, 0),  # no room for the operands of two pages
         (sized(16, 8, dim=128), Options(), INT8, True, 0),  # rows of 132 bytes
         (dataclasses.replace(sized(16, 8), dtype="float32"), Options(), F32, True, 0),
         (sized(16, 8, dim=96), Options(), BF16, True, 0),
@@ -421,6 +447,8 @@ def test_which_programs_have_the_kernels(
 @pytest.mark.parametrize(
     ("form", "shape", "decode", "launches"),
     [
+        (ON_B200, int8(sized(16, 8, dim=128)), True, 2),
+        (ON_B200, int8(sized(16, 8, dim=128)), False, 0),  # its kernel for chunks reads no int8
         (ON_B200, sized(16, 8, dim=128), True, 2),
         (ON_B200, sized(14, 2, page=128), True, 1),
         (ON_B200, sized(16, 8, dim=128), False, 3),  # rows of one token, and of several
@@ -433,7 +461,7 @@ def test_which_programs_have_the_kernels(
 def test_which_programs_have_the_kernels_on_blackwell(
     form: GpuForm, shape: Shape, decode: bool, launches: int
 ) -> None:
-    text = lowered(shape, Options(), BF16, decode=decode, form=form)
+    text = lowered(shape, Options(), INT8 if shape.is_int8 else BF16, decode=decode, form=form)
     assert len(re.findall(r"@mosaic_gpu|\"mosaic_gpu", text)) == launches
 
 

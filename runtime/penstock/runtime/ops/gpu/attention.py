@@ -17,7 +17,7 @@ from penstock.runtime.ops.attention import (
     oldest_visible,
     paged_attention,
 )
-from penstock.runtime.ops.gpu.chunk_attention import chunk_attention
+from penstock.runtime.ops.gpu.chunk_attention import chunk_attention, takes_int8
 from penstock.runtime.ops.gpu.decode_attention import decode_attention, takes
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.tiles import SWIZZLE, TILE
@@ -74,8 +74,9 @@ def gpu_paged_attention(
     """
     has_chunks, is_int8 = meta.block_tokens.shape[1] > 1, kv.dtype == jnp.int8
     check_cache(q, v_new, kv, options.value_dim, may_be_wider=is_int8)
-    # The kernel for chunks does not read int8, so XLA computes all rows of a step that has chunks.
-    cannot = options.slopes is not None or meta.reach is not None or (is_int8 and has_chunks)
+    cannot = options.slopes is not None or meta.reach is not None
+    if is_int8 and has_chunks:  # XLA computes all rows of a step whose chunks have no kernel
+        cannot = cannot or not takes_int8(kv.shape[3], q.shape[2], form=form)
     if cannot or not supports(q, kv, options.value_dim, form=form):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)

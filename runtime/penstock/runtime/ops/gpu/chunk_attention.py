@@ -9,6 +9,8 @@ brought once for both. Where an odd number of heads of queries reads a head of k
 consecutive tokens of one head. Each block reads the pages from the first one that its first token attends
 to, up to that of its last token.
 
+Pages of int8 are made bfloat16 by the warpgroup that brings them (`int8_pages`), while the others multiply.
+
 Pages that all of a block's tokens attend to need no mask, so without windows and chunks they have a loop of
 their own. Results go out in pieces of 64, 32, 16, ... tokens that are together what the tile has, so no block
 touches what belongs to another.
@@ -17,6 +19,7 @@ touches what belongs to another.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +30,7 @@ from jax import Array, lax
 
 from penstock.runtime.ops.gpu import online_softmax, tensor_memory
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
+from penstock.runtime.ops.gpu.int8_pages import Int8Ring, views
 from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
 from penstock.runtime.ops.gpu.tensor_memory import TensorMemory
 from penstock.runtime.ops.gpu.tiles import (
@@ -39,10 +43,13 @@ from penstock.runtime.ops.gpu.tiles import (
     fetch_ahead,
     launched,
 )
+from penstock.runtime.ops.kv_rows import num_heads_of
 
 _REGISTERS, _REGISTERS_TO_FETCH = 232, 40
 """Of each thread of the warpgroups that multiply, and of the one that fetches: where there are three
 warpgroups, equal shares would be too few for those that multiply."""
+_REGISTERS_BESIDE_INT8, _REGISTERS_TO_WIDEN = 208, 88
+"""The same where the one that fetches makes operands of int8."""
 
 
 def rows_of(form: GpuForm) -> int:
@@ -50,16 +57,24 @@ def rows_of(form: GpuForm) -> int:
     return tensor_memory.ROWS if form.in_tensor_memory else TILE
 
 
-def tiles_for(page_size: int, dim: int, *, form: GpuForm) -> tuple[int, int]:
+def takes_int8(page_size: int, dim: int, *, form: GpuForm) -> bool:
+    """Say whether the kernel can read int8 in sizes that `decode_attention` takes. Beside the pages it needs
+    room for their operands, so it takes fewer.
+    """
+    return not form.in_tensor_memory and tiles_for(page_size, dim, form=form, is_int8=True)[1] >= LEAST_STAGES
+
+
+def tiles_for(page_size: int, dim: int, *, form: GpuForm, is_int8: bool = False) -> tuple[int, int]:
     """Tell how many tiles of queries a block has, and how many pages shared memory holds at a time. Sizes
-    that `decode_attention` takes have room for one tile and two pages.
+    that `decode_attention` takes have room for one tile and two pages in bfloat16.
     """
     rows = rows_of(form)
+    of_stage = Int8Ring.bytes_of_stage(page_size, dim) if is_int8 else page_size * dim * 2
     for tiles in (2, 1):
         beside = tiles * rows * dim * (2 + 2) + BARRIER_BYTES
         if form.by_warps and not form.in_tensor_memory:
             beside += tiles * rows * page_size * 2  # weights
-        stages = min(MOST_STAGES, (form.shared_bytes - beside) // (2 * page_size * dim * 2))
+        stages = min(MOST_STAGES, (form.shared_bytes - beside) // (2 * of_stage))
         if stages >= LEAST_STAGES:
             break
     return tiles, stages
@@ -83,7 +98,8 @@ def chunk_attention(
     interpreted: bool = False,
 ) -> Array:
     """Compute causal attention of rows of several tokens: q bfloat16 [T, H, D], kv bfloat16
-    [page, 2, KH, page size, D] -> bfloat16 [T, H, D], which is undefined for tokens of no row.
+    [page, 2, KH, page size, D] -> bfloat16 [T, H, D], which is undefined for tokens of no row. Or kv is int8
+    in columns of `GPU_LANES`, and q is spread (`kv_rows`).
 
     Row r has the q_lens[r] tokens of q from firsts[r] on, which are at its positions from starts[r] on, and
     their keys and values are in the cache; with q_lens 0 it costs nothing. page_table int32[R, P] has the
@@ -92,9 +108,12 @@ def chunk_attention(
     takes them.
     """
     num_tokens, num_heads, dim = q.shape
-    _, _, kv_heads, page_size, _ = kv.shape
+    page_size, kv_heads, is_int8 = kv.shape[3], num_heads_of(kv, dim), kv.dtype == jnp.int8
     group = num_heads // kv_heads
-    tiles, stages = tiles_for(page_size, dim, form=form)
+    tiles, stages = tiles_for(page_size, dim, form=form, is_int8=is_int8)
+    registers, fewer_registers = (
+        (_REGISTERS_BESIDE_INT8, _REGISTERS_TO_WIDEN) if is_int8 else (_REGISTERS, _REGISTERS_TO_FETCH)
+    )
     heads = tiles if group % tiles == 0 else 1
     rows = rows_of(form)
     layout: Any = tensor_memory.LAYOUT if form.in_tensor_memory else plgpu.Layout.WGMMA
@@ -104,7 +123,6 @@ def chunk_attention(
 
     def kernel(
         q_ref: Any,
-        kv_ref: Any,
         rows_ref: Any,
         eighths_ref: Any,
         positions_ref: Any,
@@ -113,7 +131,7 @@ def chunk_attention(
         table_ref: Any,
         *others: Any,
     ) -> None:
-        *sinks_ref, out_ref = others
+        kv_refs, sinks_ref, out_ref = others[: len(given)], others[len(given) : -1], others[-1]
         number, first_head = lax.axis_index("block"), lax.axis_index("heads") * heads
         row, position = rows_ref[number], positions_ref[number]  # the position of the block's first row
         before, end = before_ref[number], ends_ref[number]
@@ -145,8 +163,8 @@ def chunk_attention(
 
         def scoped(
             q_smem: Any,
-            k_smem: Any,
-            v_smem: Any,
+            k_pages: Any,
+            v_pages: Any,
             out_smem: Any,
             w_smem: Any,
             memory: Any,
@@ -162,7 +180,7 @@ def chunk_attention(
             @pl.when(tile < tiles)
             def _compute() -> None:
                 if tiles > 1:
-                    plgpu.set_max_registers(_REGISTERS, action="increase")
+                    plgpu.set_max_registers(registers, action="increase")
                 head = first_head + (tile if heads > 1 else 0)
                 skipped = jnp.int32(0) if heads > 1 else tile * rows
                 token = eighths_ref[number] * LINES + skipped
@@ -170,6 +188,7 @@ def chunk_attention(
                     jnp.int32, (rows, page_size), 0, layout=layout
                 )
                 own = None if memory is None else memory.at(tile)
+                keys, values = (k_pages.operands, v_pages.operands) if is_int8 else (k_pages, v_pages)
 
                 @pl.when(steps > 0)
                 def _() -> None:
@@ -184,10 +203,12 @@ def chunk_attention(
                     plgpu.barrier_wait(k_bars.at[stage])
                     if own is None:
                         scores = online_softmax.product(
-                            q_smem.at[tile], k_smem.at[stage], by_warps=form.by_warps, interpreted=interpreted
+                            q_smem.at[tile], keys.at[stage], by_warps=form.by_warps, interpreted=interpreted
                         )
                     else:
-                        scores = own.product(q_smem.at[tile], k_smem.at[stage])
+                        scores = own.product(q_smem.at[tile], keys.at[stage])
+                    if is_int8:
+                        scores = scores * lax.broadcast_in_dim(k_pages.scales_of(i), scores.shape, [1])
 
                     @pl.when(i + stages < steps)  # else nobody waits for it
                     def _() -> None:
@@ -197,15 +218,22 @@ def chunk_attention(
                     if masked:
                         at = here + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
                         scores = jnp.where(seen_by(asking, at), scores, LOW)
-                    weights, sums = online_softmax.weighed(scores, sums, own)
-                    plgpu.barrier_wait(v_bars.at[stage])
-                    if masked:
+                    v_scales = None
+                    if is_int8:
+                        plgpu.barrier_wait(v_bars.at[stage])
+                        v_scales = lax.broadcast_in_dim(v_pages.scales_of(i), scores.shape, [1])
+                        if masked:  # those of others may be NaN
+                            v_scales = jnp.where((at >= seen_from) & (at < seen_to), v_scales, 0.0)
+                    weights, sums = online_softmax.weighed(scores, sums, own, v_scales)
+                    if not is_int8:
+                        plgpu.barrier_wait(v_bars.at[stage])
+                    if masked and not is_int8:
 
                         @pl.when((here < seen_from) | (here + page_size > seen_to))
                         def _() -> None:
                             @pl.when(tile == 0)
                             def _() -> None:
-                                online_softmax.clean(v_smem.at[stage], here, seen_from, seen_to)
+                                online_softmax.clean(values.at[stage], here, seen_from, seen_to)
 
                             if tiles > 1:  # the others read the same page
                                 plgpu.barrier_arrive(cleaned)
@@ -217,13 +245,13 @@ def chunk_attention(
                         acc = online_softmax.added(
                             sums.acc,
                             weights,
-                            v_smem.at[stage],
+                            values.at[stage],
                             mine,
                             by_warps=form.by_warps,
                             interpreted=interpreted,
                         )
                     else:
-                        own.add(weights, v_smem.at[stage])
+                        own.add(weights, values.at[stage])
 
                     @pl.when(i + stages < steps)
                     def _() -> None:
@@ -258,17 +286,32 @@ def chunk_attention(
             @pl.when(tile == tiles)
             def _fetch() -> None:
                 if tiles > 1:
-                    plgpu.set_max_registers(_REGISTERS_TO_FETCH, action="decrease")
+                    plgpu.set_max_registers(fewer_registers, action="decrease")
                 head = lax.div(first_head, jnp.int32(group))
 
+                if is_int8:
+
+                    def fetch_int8(i: Any, plane: int) -> None:
+                        found = table_ref[row, first_page + i]
+                        (k_pages, v_pages)[plane].fetch(*kv_refs, found, plane, head, kv_heads, i)
+
+                    rings = (k_pages, k_bars, k_free), (v_pages, v_bars, v_free)
+                    _widen_ahead(steps, stages, fetch_int8, rings)
+                    return
+
                 def fetch(i: Any, stage: Any) -> None:
+                    (kv_ref,) = kv_refs
                     found = table_ref[row, first_page + i]
-                    for plane, smem, bars in ((0, k_smem, k_bars), (1, v_smem, v_bars)):
-                        plgpu.copy_gmem_to_smem(kv_ref.at[found, plane, head], smem.at[stage], bars.at[stage])
+                    for plane, pages, bars in ((0, k_pages, k_bars), (1, v_pages, v_bars)):
+                        plgpu.copy_gmem_to_smem(
+                            kv_ref.at[found, plane, head], pages.at[stage], bars.at[stage]
+                        )
 
                 fetch_ahead(steps, stages, fetch, k_free, v_free)
 
-        pages = plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED)
+        pages: Any = plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED)
+        if is_int8:
+            pages = Int8Ring.of_stages(stages, page_size, dim)
         weights = None
         if not form.in_tensor_memory and (interpreted or form.by_warps):
             weights = plgpu.SMEM((tiles, rows, page_size), jnp.bfloat16, transforms=TILED)
@@ -290,6 +333,7 @@ def chunk_attention(
         )
 
     # A tile is copied whole, also the last one of the step.
+    given = views(kv) if is_int8 else (kv,)
     padded = jnp.pad(q, ((0, rows * tiles), (0, 0), (0, 0)))
     out: Array = launched(
         kernel,
@@ -300,13 +344,44 @@ def chunk_attention(
         thread_name="warpgroup",
     )(
         padded,
-        kv,
         blocks.owners,
         blocks.eighths,
         positions,
         blocks.before,
         blocks.ends,
         page_table,
+        *given,
         *(() if sinks is None else (sinks.astype(jnp.float32),)),
     )
     return out
+
+
+def _widen_ahead(
+    steps: Any, stages: int, fetch: Callable[[Any, int], None], rings: Sequence[tuple[Int8Ring, Any, Any]]
+) -> None:
+    """Fetch what a loop of `steps` steps multiplies, up to `stages` steps ahead, and make operands of it.
+    fetch(i, plane) begins to copy what step i multiplies of this plane. Each ring, one a plane, has a barrier
+    for each place at which its operand is told to be made, and one at which those arrive who have read it.
+    """
+    for i in range(stages):
+
+        @pl.when(i < steps)
+        def _(i: int = i) -> None:
+            for plane in range(len(rings)):
+                fetch(jnp.int32(i), plane)
+
+    @pl.loop(0, steps)
+    def _(i: Any) -> None:
+        stage = lax.rem(i, jnp.int32(stages))
+        for plane, (ring, made, free) in enumerate(rings):
+
+            @pl.when(i >= stages)
+            def _(free: Any = free) -> None:
+                plgpu.barrier_wait(free.at[stage])
+
+            ring.widen(i)
+            plgpu.barrier_arrive(made.at[stage])
+
+            @pl.when(i + stages < steps)
+            def _(plane: int = plane) -> None:
+                fetch(i + stages, plane)

@@ -34,6 +34,38 @@ def views(kv: Array) -> tuple[Array, Array]:
     return kv, lax.bitcast_convert_type(words_of(kv), jnp.float32)
 
 
+def _fetch(
+    kv: Any,
+    words: Any,
+    page: Any,
+    plane: int,
+    head: Any,
+    kv_heads: int,
+    numbers: Any,
+    scales: Any,
+    barrier: Any,
+) -> None:
+    """Begin to copy a head's keys or values of a page, in `COPIES`, to int8 [columns of a head, page, lanes]
+    and float32 [page]. `kv` and `words` are `views`.
+    """
+    of_head = numbers.shape[0]
+    plgpu.copy_gmem_to_smem(kv.at[page, plane, pl.ds(head * of_head, of_head)], numbers, barrier)
+    line = first_line_of_scales(kv_heads, of_head * GPU_LANES) + head
+    plgpu.copy_gmem_to_smem(words.at[page, plane, line], scales, barrier)
+
+
+def _widen(numbers: Any, operand: Any) -> None:
+    """Make an operand bfloat16 [page, D] of numbers int8 [columns of a head, page, lanes]."""
+    for i in range(numbers.shape[0]):
+        column = loaded(numbers.at[i], plgpu.Layout.WGMMA_UPCAST_2X)
+        operand[:, i * GPU_LANES : (i + 1) * GPU_LANES] = column.astype(jnp.bfloat16)
+
+
+def _read(scales: Any) -> Any:
+    """Read the scales of a page, float32 [page], as columns of scores lie in registers."""
+    return loaded(scales, plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+
 class Int8Pages(NamedTuple):
     """Places in shared memory for keys or values of a head."""
 
@@ -58,19 +90,68 @@ class Int8Pages(NamedTuple):
         self, kv: Any, words: Any, page: Any, plane: int, head: Any, kv_heads: int, stage: Any, barrier: Any
     ) -> None:
         """Begin to copy a head's keys or values of a page, in `COPIES`. `kv` and `words` are `views`."""
-        of_head = self.numbers.shape[1]
-        columns = kv.at[page, plane, pl.ds(head * of_head, of_head)]
-        plgpu.copy_gmem_to_smem(columns, self.numbers.at[stage], barrier)
-        line = first_line_of_scales(kv_heads, of_head * GPU_LANES) + head
-        plgpu.copy_gmem_to_smem(words.at[page, plane, line], self.scales.at[stage], barrier)
+        places = self.numbers.at[stage], self.scales.at[stage]
+        _fetch(kv, words, page, plane, head, kv_heads, *places, barrier)
 
     def take(self, stage: Any) -> Any:
         """Make an operand of the numbers of a page that has come, and return its scales, float32 [page]. Then
         the place is free. The last product with the operand must have been waited for, by all warps.
         """
-        for i in range(self.numbers.shape[1]):
-            numbers = loaded(self.numbers.at[stage, i], plgpu.Layout.WGMMA_UPCAST_2X)
-            self.operand[:, i * GPU_LANES : (i + 1) * GPU_LANES] = numbers.astype(jnp.bfloat16)
-        scales = loaded(self.scales.at[stage], plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        _widen(self.numbers.at[stage], self.operand)
+        scales = _read(self.scales.at[stage])
         plgpu.commit_smem()
         return scales
+
+
+class Int8Ring(NamedTuple):
+    """Places for keys or values of a head where one warpgroup makes the operands that others multiply. Others
+    may still read the scales of as many pages as there are places, while as many have been sent for.
+    """
+
+    numbers: Any
+    """int8 [stages, columns of a head, page, lanes]."""
+    scales: Any
+    """float32 [2 * stages, page]."""
+    operands: Any
+    """bfloat16 [stages, page, D]."""
+    arrived: Any
+    """A barrier for each place of numbers."""
+
+    @classmethod
+    def of_stages(cls, stages: int, page_size: int, dim: int) -> Int8Ring:
+        """Return what to allocate."""
+        pages = Int8Pages.of_stages(stages, page_size, dim)
+        return cls(
+            pages.numbers,
+            plgpu.SMEM((2 * stages, page_size), jnp.float32),
+            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=TILED),
+            plgpu.Barrier(num_arrivals=COPIES, num_barriers=stages),
+        )
+
+    @staticmethod
+    def bytes_of_stage(page_size: int, dim: int) -> int:
+        """Count the bytes of shared memory of each stage."""
+        return page_size * (dim + 2 * 4 + dim * 2)
+
+    def fetch(self, kv: Any, words: Any, page: Any, plane: int, head: Any, kv_heads: int, step: Any) -> None:
+        """Begin to copy what this step multiplies. `kv` and `words` are `views`."""
+        stage = self._stage(step)
+        places = self.numbers.at[stage], self.scales.at[self._place(step)]
+        _fetch(kv, words, page, plane, head, kv_heads, *places, self.arrived.at[stage])
+
+    def widen(self, step: Any) -> None:
+        """Wait for what this step multiplies, and make an operand of it."""
+        stage = self._stage(step)
+        plgpu.barrier_wait(self.arrived.at[stage])
+        _widen(self.numbers.at[stage], self.operands.at[stage])
+        plgpu.commit_smem()
+
+    def scales_of(self, step: Any) -> Any:
+        """Return the scales of this step's page, float32 [page], whose operand has been made."""
+        return _read(self.scales.at[self._place(step)])
+
+    def _stage(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.numbers.shape[0]))
+
+    def _place(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.scales.shape[0]))
