@@ -99,6 +99,8 @@ class ForKernels:
     a time."""
     latents: int = 0
     """Layers with latent attention."""
+    key_dim: int = 0
+    """Channels of their keys, latent and rotary ones."""
     mixtures: int = 0
     inner: int = 0
     """Channels within an expert."""
@@ -110,8 +112,8 @@ FOR_KERNELS = {
     "gpt-oss-20b": ForKernels(attends=2, head_dim=64, launches=1, mixtures=2, inner=2880),
     "Qwen3-30B-A3B": ForKernels(attends=1, head_dim=128, launches=2, mixtures=1, inner=768),
     "GLM-4.5-Air": ForKernels(attends=2, head_dim=128, launches=4, mixtures=1, inner=1408),
-    "deepseek_v3": ForKernels(latents=2, mixtures=1, inner=48),
-    "DeepSeek-V2-Lite": ForKernels(latents=2, mixtures=1, inner=1408),
+    "deepseek_v3": ForKernels(latents=2, key_dim=48, mixtures=1, inner=48),
+    "DeepSeek-V2-Lite": ForKernels(latents=2, key_dim=576, mixtures=1, inner=1408),
     "LFM2-1.2B": ForKernels(attends=1, head_dim=64, launches=1),
     "Qwen3.5-0.8B": ForKernels(attends=1, head_dim=256, launches=2),
     "granite-4.0-h-tiny": ForKernels(attends=1, head_dim=128, launches=2, mixtures=2, inner=512),
@@ -143,8 +145,8 @@ HEADS_FOR_EIGHT = {
 CHIPS_TRIED = ("tpu-v5e", "tpu-v6e", "tpu-v7x", "h100", "b200", "rtx5090")
 CASES = (
     *itertools.product(MODELS, CHIPS_TRIED),
-    # Latent attention of 576 channels. On an H100 its experts have a kernel, and its attention has none.
-    *itertools.product(["DeepSeek-V2-Lite"], CHIPS_TRIED[:3]),
+    # Latent attention of 576 channels. GPUs before and after Hopper have no kernel for it.
+    *itertools.product(["DeepSeek-V2-Lite"], CHIPS_TRIED[:4]),
 )
 CANNOT: dict[tuple[str, str], str] = {}
 """What this version of JAX cannot compile: model and chip to a part of the error."""
@@ -199,8 +201,12 @@ def kernels_due(model: str, machine: Machine, options: EngineConfig, job: object
         elif job.decode_only or options.kv_cache_dtype != "int8" or own.head_dim in INT8_CHUNKS_OF[chip]:
             due["decode_attention"] = own.attends * own.launches
             due["chunk_attention"] = 0 if job.decode_only else own.attends
-    if own.latents and machine.chip.is_tpu and not options.context_parallel:
-        due["decode_attention" if job.decode_only else "latent_attention"] = own.latents
+    if own.latents and not options.context_parallel:
+        if machine.chip.is_tpu:
+            due["decode_attention" if job.decode_only else "latent_attention"] = own.latents
+        elif chip == "h100" and own.key_dim % 64 == 0:
+            # Few rows have few blocks, so several share a row, and are merged; chunks likewise.
+            due["latent_attention"] = own.latents * (2 if job.decode_only else 4)
     pieces = 1 if options.expert_parallel else machine.devices
     if options.quantization == "none" and own.inner // pieces % EXPERTS_OF[chip] == 0:
         due["grouped_product"] = 2 * own.mixtures  # to the inner channels and back

@@ -163,6 +163,10 @@ def test_hopper_has_kernels_for_attention_and_experts() -> None:
         assert cast("Any", backend.attention).func is gpu_paged_attention
         assert backend.decodes_natively(query, cache, None)
         assert not backend.attends_batch_invariantly(query, cache, None)
+        latents = CacheSpec((LatentKV(512, 64),)), CacheSpec((LatentKV(32, 16),))
+        sizes: dict[str, Any] = {"dtype": BF16, "kv_dtype": BF16, "page_size": 64, "num_slots": 4}
+        found = [holds_for_attention(backend.decodes_natively, each, **sizes) for each in latents]
+        assert found == [True, False]
         assert (backend.sampler, backend.recurrent) == (sample, XLA_RECURRENT)
         linear = backend.linear_format(BF16, "int8")
         of_experts = cast("Any", linear.experts)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from penstock.runtime.ops.attention import AttentionOptions, make_meta
-from penstock.runtime.ops.gpu import decode_attention
+from penstock.runtime.ops.gpu import decode_attention, latent_attention
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.gpu.forms import FORMS, ON_B200, ON_HOPPER, ON_RTX_50, GpuForm
 from penstock.runtime.ops.kv_rows import GPU_LANES, kv_layer_shape
@@ -37,6 +37,7 @@ BF16, F32, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int8
 ROWS, WIDTH, PAGES = 3, 4, 14
 TOKENS = 150
 """Of a step with chunks: two blocks of 64 tokens, or one of 128, and a part of another."""
+LATENT_CHUNKS = [Case(90, 11), Case(1, 1), Case(60, 8)]
 TOLERANCE = 2e-2
 """Weights and results are rounded to bfloat16, by 2^-9 of about 4 at most."""
 # The interpreter multiplies with keys that are NaN, before the kernel masks the products.
@@ -50,7 +51,8 @@ needs_threads = pytest.mark.skipif(
     reason=f"the interpreter needs more threads of XLA for three warpgroups: PJRT_NPROC={THREADS}",
 )
 """A warpgroup of the interpreter that waits holds a thread of XLA's pool. Where the pool has two threads, as
-on two processors, the third warpgroup may find none, and all wait for ever."""
+on two processors, the third warpgroup may find none, and all wait for ever. So may the fourth of two kernels
+that run at a time."""
 needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="JAX's part for CUDA is not installed"
 )
@@ -116,6 +118,12 @@ def int8(shape: Shape) -> Shape:
     return dataclasses.replace(shape, is_int8=True, lanes=GPU_LANES)
 
 
+def latent(heads: int, tokens: int = ROWS, page: int = 64, width: int = WIDTH) -> Shape:
+    """Keys of 128 latent and 64 rotary channels."""
+    sizes = (page, tokens, ROWS, width, ROWS * width + 2)
+    return Shape(heads, 1, 192, *sizes, dtype="bfloat16", value_dim=128)
+
+
 @needs_interpreter
 @pytest.mark.ci
 @pytest.mark.parametrize(
@@ -128,8 +136,13 @@ def int8(shape: Shape) -> Shape:
         (int8(sized(4, 2, dim=128)), Options(window=70, sinks=True), ON_HOPPER),
         (int8(sized(3, 3, page=128)), Options(chunk=96, softcap=2.0), ON_HOPPER),
         (int8(sized(6, 2)), Options(window=70, softcap=2.0, sinks=True), ON_B200),
+        (latent(20), Options(), ON_HOPPER),
+        (latent(72, page=128, width=3), Options(), ON_HOPPER),  # two tiles of heads
     ],
-    ids=["plain", "window", "everything", "Blackwell", "int8", "int8, wide", "int8, Blackwell"],
+    ids=[
+        *("plain", "window", "everything", "Blackwell", "int8", "int8, wide", "int8, Blackwell"),
+        *("latent", "more latent"),
+    ],
 )
 @settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
@@ -146,16 +159,21 @@ def test_rows_of_any_length(
 @needs_interpreter
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("shape", "form"),
-    [(sized(4, 2), ON_HOPPER), (sized(4, 2), ON_B200), (int8(sized(4, 2)), ON_HOPPER)],
-    ids=["Hopper", "B200", "int8"],
+    ("shape", "options", "form"),
+    [
+        (sized(4, 2), Options(softcap=2.0, sinks=True), ON_HOPPER),
+        (sized(4, 2), Options(softcap=2.0, sinks=True), ON_B200),
+        (int8(sized(4, 2)), Options(softcap=2.0, sinks=True), ON_HOPPER),
+        (latent(20), Options(), ON_HOPPER),
+    ],
+    ids=["Hopper", "B200", "int8", "latent"],
 )
 @settings(max_examples=2, deadline=None)
 @given(pasts=st.lists(st.integers(0, WIDTH * 64 - 1), min_size=2, max_size=ROWS), seed=st.integers(0, 2**31))
 def test_a_row_has_the_same_bits_beside_others_and_alone(
-    shape: Shape, form: GpuForm, pasts: list[int], seed: int
+    shape: Shape, options: Options, form: GpuForm, pasts: list[int], seed: int
 ) -> None:
-    cases, options = [Case(past, 1) for past in pasts], Options(softcap=2.0, sinks=True)
+    cases = [Case(past, 1) for past in pasts]
     have_the_same_bits_alone(cases, shape, options, seed, decode=True, form=form)
 
 
@@ -199,6 +217,17 @@ def test_a_decode_step_copies_what_is_in_use(
 
 
 @needs_interpreter
+@pytest.mark.sweep
+def test_a_decode_step_copies_latents_once(monkeypatch: pytest.MonkeyPatch, copied: list[int]) -> None:
+    """16 rows of 500 tokens, shared by two blocks each: what is both a key and a value is copied once."""
+    monkeypatch.setattr(latent_attention, "_BLOCKS", 16 * 2)
+    shape = dataclasses.replace(latent(8), tokens=16, rows=16, width=20, pages=256)
+    attends([Case(499, 1)] * 16, shape, Options(), 1, decode=True)
+    in_use, queries = 16 * 8 * 64 * (192 * 2), 16 * 2 * (8 * 192 * 2)
+    assert sum(copied) == in_use + queries <= 1.05 * in_use
+
+
+@needs_interpreter
 def test_more_heads_than_a_product_of_the_tensor_cores_has_rows() -> None:
     """Nine heads of keys, with eight of queries each, are two launches."""
     single([70, 0], sized(72, 9), Options(sinks=True), 1)
@@ -220,6 +249,46 @@ def test_a_block_adds_up_more_pages_than_shared_memory_holds(
 
 
 @needs_interpreter
+@pytest.mark.ci
+def test_a_block_adds_up_more_latents_than_shared_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And writes what the row has, which nothing merges. A row of padding is 0."""
+    monkeypatch.setattr(latent_attention, "_BLOCKS", ROWS)
+    single([6 * 64 - 1, 3], latent(5, width=6), Options(), 4)
+
+
+@needs_interpreter
+@needs_threads
+@pytest.mark.sweep
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latents_in_deepseeks_sizes(heads: int) -> None:
+    """Of V2-Lite and V3, with the two pieces of a page that shared memory has room for."""
+    decode = Shape(heads, 1, 576, 128, 2, 2, 3, 8, dtype="bfloat16", value_dim=512)
+    single([300, 5], decode, Options(), 1)
+    chunks = dataclasses.replace(decode, tokens=4)
+    attends([Case(250, 3), Case(70, 1)], chunks, Options(), 2, decode=False)
+
+
+@needs_interpreter
+@needs_threads
+@pytest.mark.sweep
+@pytest.mark.parametrize("heads", [3, 16, 72])
+@settings(max_examples=2, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_chunks_of_latents_of_any_length(heads: int, data: st.DataObject, seed: int) -> None:
+    attends(data.draw(steps(24)), latent(heads, tokens=24), Options(), seed, decode=False)
+
+
+@needs_interpreter
+@pytest.mark.sweep
+def test_no_warpgroup_reads_latents_that_another_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of a row, all of which one block reads, come round to each place in shared memory again."""
+    monkeypatch.setattr(latent_attention, "_BLOCKS", ROWS)
+    races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
+    single([9 * 64 - 1, 3, 450], latent(8, width=9), Options(), 2, detect_races=True)
+    assert not races().races_found
+
+
+@needs_interpreter
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
@@ -237,9 +306,9 @@ def test_no_warpgroup_reads_what_another_still_writes(
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[Case]:
-    """Rows of one token and of more, of which the step has room for TOKENS together."""
-    left, cases = TOKENS, []
+def steps(draw: st.DrawFn, tokens: int = TOKENS) -> list[Case]:
+    """Rows of one token and of more, of which the step has room for so many together."""
+    left, cases = tokens, []
     for _ in range(draw(st.integers(1, ROWS))):
         if left:
             new = draw(st.sampled_from([1, min(64, left), left]) | st.integers(1, left))
@@ -254,14 +323,24 @@ def steps(draw: st.DrawFn) -> list[Case]:
 @pytest.mark.ci
 def test_chunks_in_a_process_with_threads_enough() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "chunks_beside"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "chunks and beside"],
         env={**os.environ, "PJRT_NPROC": str(THREADS)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "7 passed" in done.stdout
+    assert "9 passed" in done.stdout
+
+
+@needs_interpreter
+@needs_threads
+@pytest.mark.ci
+def test_chunks_of_latents_beside_rows_of_one_token() -> None:
+    """A block has the 24 heads of two tokens, with padding. So the last one of the first row has one token.
+    It copies the queries of the next row, too, and must not write for them.
+    """
+    attends(LATENT_CHUNKS, latent(20, tokens=24, width=2), Options(), 5, decode=False)
 
 
 @needs_interpreter
@@ -281,6 +360,15 @@ def test_chunks_beside_rows_of_one_token(shape: Shape, form: GpuForm) -> None:
     """Three pages before a chunk of two tiles, and one key before a single token."""
     cases = [Case(190, 66), Case(1, 1), Case(0, 2)]
     attends(cases, shape, Options(softcap=2.0, sinks=True), 5, decode=False, form=form)
+
+
+@needs_interpreter
+@needs_threads
+@pytest.mark.ci
+def test_chunks_of_latents_beside_others_have_the_bits_of_chunks_alone() -> None:
+    """The first token of the third row is the 13th."""
+    shape = latent(20, tokens=24, width=2)
+    have_the_same_bits_alone(LATENT_CHUNKS, shape, Options(), 5, decode=False, form=ON_HOPPER)
 
 
 @needs_interpreter
@@ -433,7 +521,12 @@ def lowered(
         (dataclasses.replace(sized(16, 8), dtype="float32"), Options(), F32, True, 0),
         (sized(16, 8, dim=96), Options(), BF16, True, 0),
         (sized(16, 8, page=16), Options(), BF16, True, 0),
-        (dataclasses.replace(sized(16, 1, dim=192), value_dim=128), Options(), BF16, True, 0),
+        (latent(16), Options(), BF16, True, 2),
+        (latent(16), Options(), BF16, False, 4),
+        (latent(16), Options(window=100), BF16, True, 0),
+        (latent(16), Options(ahead=5), BF16, False, 0),
+        (dataclasses.replace(latent(16), value_dim=192), Options(), BF16, True, 0),  # no two halves of 64
+        (dataclasses.replace(latent(16), dim=640, value_dim=512), Options(), BF16, True, 0),  # too large
     ],
 )
 def test_which_programs_have_the_kernels(
@@ -453,6 +546,7 @@ def test_which_programs_have_the_kernels(
         (ON_B200, sized(14, 2, page=128), True, 1),
         (ON_B200, sized(16, 8, dim=128), False, 3),  # rows of one token, and of several
         (ON_B200, sized(8, 4, dim=256), True, 0),  # shared memory lacks the room for two pages
+        (ON_B200, latent(16), True, 0),
         (ON_RTX_50, sized(14, 2), False, 2),
         (ON_RTX_50, sized(14, 2, page=128), True, 0),
         (ON_RTX_50, sized(16, 8, dim=128), True, 0),

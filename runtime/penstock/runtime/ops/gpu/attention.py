@@ -1,9 +1,11 @@
 """Paged attention on GPUs: rows of one token have the kernel of `decode_attention`, rows of several tokens
-that of `chunk_attention`, and what these cannot do, XLA computes. Which of them a program calls is decided
-when it is traced.
+that of `chunk_attention`, and both that of `latent_attention` where all heads share a latent. What these
+cannot do, XLA computes. Which of them a program calls is decided when it is traced.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,8 @@ from penstock.runtime.ops.attention import (
 from penstock.runtime.ops.gpu.chunk_attention import chunk_attention, takes_int8
 from penstock.runtime.ops.gpu.decode_attention import decode_attention, takes
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
+from penstock.runtime.ops.gpu.latent_attention import latent_attention
+from penstock.runtime.ops.gpu.latent_attention import takes as takes_latents
 from penstock.runtime.ops.gpu.tiles import SWIZZLE, TILE
 from penstock.runtime.ops.kv_rows import GPU_LANES, num_heads_of, spread, write_kv
 
@@ -36,12 +40,14 @@ def supports(
     """
     _, planes, _, page_size, width = kv.shape
     is_int8 = kv.dtype == jnp.int8
+    if value_dim is not None:
+        in_bfloat16 = q.dtype == kv.dtype == jnp.bfloat16
+        return in_bfloat16 and kv.shape[2] == 1 and takes_latents(page_size, width, value_dim, form=form)
     dim = q.shape[2] if is_int8 else width
     return (
         q.dtype == jnp.bfloat16
         and (width == GPU_LANES if is_int8 else kv.dtype == jnp.bfloat16)
         and planes == 2
-        and value_dim is None
         and takes(page_size, dim, q.shape[1] // num_heads_of(kv, dim), form=form, is_int8=is_int8)
     )
 
@@ -55,6 +61,13 @@ def sizes_supported(form: GpuForm) -> str:
     return " or ".join(
         f"a page_size of {page} with heads of {', '.join(dims)}" for page, dims in heads.items() if dims
     )
+
+
+def latents_supported(form: GpuForm) -> str:
+    """Say the same of latent attention."""
+    if form.by_warps:
+        return "nothing"
+    return "keys of up to 576 channels in multiples of 64, of which 128, 256, 384 or 512 are the values"
 
 
 def gpu_paged_attention(
@@ -75,11 +88,15 @@ def gpu_paged_attention(
     has_chunks, is_int8 = meta.block_tokens.shape[1] > 1, kv.dtype == jnp.int8
     check_cache(q, v_new, kv, options.value_dim, may_be_wider=is_int8)
     cannot = options.slopes is not None or meta.reach is not None
-    if is_int8 and has_chunks:  # XLA computes all rows of a step whose chunks have no kernel
-        cannot = cannot or not takes_int8(kv.shape[3], q.shape[2], form=form)
+    if options.value_dim is not None:  # no model has the other options beside latents
+        cannot |= options != AttentionOptions(options.scale, value_dim=options.value_dim)
+    elif is_int8 and has_chunks:  # XLA computes all rows of a step whose chunks have no kernel
+        cannot |= not takes_int8(kv.shape[3], q.shape[2], form=form)
     if cannot or not supports(q, kv, options.value_dim, form=form):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
+    if options.value_dim is not None:
+        return _attend_to_latents(q, kv, meta, options, form=form, interpreted=interpreted), kv
     if is_int8:
         q = spread(q).astype(q.dtype)
 
@@ -122,3 +139,30 @@ def gpu_paged_attention(
     )
     in_chunk = (q_lens[meta.token_rows] > 1) & (jnp.arange(q.shape[0]) < meta.num_tokens)
     return jnp.where(in_chunk[:, None, None], of_chunks, of_rows[meta.token_rows]), kv
+
+
+def _attend_to_latents(
+    q: Array, kv: Array, meta: AttentionMeta, options: AttentionOptions, *, form: GpuForm, interpreted: bool
+) -> Array:
+    """Compute `gpu_paged_attention` with a cache of latents, [T, H, value_dim], 0 for padding. Rows of one
+    token are a launch of their own, because each of them may have several blocks.
+    """
+    attend = partial(
+        latent_attention,
+        value_dim=options.value_dim,
+        scale=options.scale,
+        form=form,
+        interpreted=interpreted,
+    )
+    q_lens, table, order = meta.q_lens, meta.page_table, jnp.arange(q.shape[0], dtype=jnp.int32)
+    if meta.block_tokens.shape[1] == 1:
+        out: Array = attend(q, kv, order, meta.starts, q_lens, table, single=True)
+        return jnp.where((q_lens > 0)[:, None, None], out, 0)
+    firsts, rows = jnp.cumsum(q_lens) - q_lens, jnp.arange(len(q_lens), dtype=jnp.int32)
+    one = (q_lens == 1).astype(jnp.int32)
+    asked = q[jnp.minimum(firsts, q.shape[0] - 1)]
+    of_rows = attend(asked, kv, rows, meta.starts, one, table, single=True)
+    of_chunks = attend(q, kv, firsts, meta.starts, jnp.where(q_lens > 1, q_lens, 0), table, single=False)
+    is_chunk, real = q_lens[meta.token_rows] > 1, order < meta.num_tokens
+    out = jnp.where(is_chunk[:, None, None], of_chunks, of_rows[meta.token_rows])
+    return jnp.where(real[:, None, None], out, 0)
