@@ -158,14 +158,16 @@ def test_required_kernels_take_cpu_and_bfloat16() -> None:
 def test_hopper_has_kernels_for_attention_and_experts() -> None:
     hopper = cast("Any", Accelerator(None, compute_capability="9.0"))
     query, cache = jax.ShapeDtypeStruct((1, 1, 128), BF16), jax.ShapeDtypeStruct((9, 2, 8, 64, 128), BF16)
+    sizes: dict[str, Any] = {"dtype": BF16, "page_size": 64, "num_slots": 4}
     for native in ("auto", "require"):
         backend = choose_backend(EngineConfig(native=native), hopper)
         assert cast("Any", backend.attention).func is gpu_paged_attention
         assert backend.decodes_natively(query, cache, None)
         assert not backend.attends_batch_invariantly(query, cache, None)
         latents = CacheSpec((LatentKV(512, 64),)), CacheSpec((LatentKV(32, 16),))
-        sizes: dict[str, Any] = {"dtype": BF16, "kv_dtype": BF16, "page_size": 64, "num_slots": 4}
-        found = [holds_for_attention(backend.decodes_natively, each, **sizes) for each in latents]
+        found = [
+            holds_for_attention(backend.decodes_natively, each, kv_dtype=BF16, **sizes) for each in latents
+        ]
         assert found == [True, False]
         assert (backend.sampler, backend.recurrent) == (sample, XLA_RECURRENT)
         linear = backend.linear_format(BF16, "int8")
@@ -173,8 +175,7 @@ def test_hopper_has_kernels_for_attention_and_experts() -> None:
         assert not linear.packed
         assert (of_experts.func, of_experts.keywords) == (gpu_experts, {"form": ON_HOPPER})
     in_int8 = CacheSpec((PagedKV(8, 128, group=2),)).laid_out(backend.lanes)
-    sizes: dict[str, Any] = {"kv_dtype": np.dtype(np.int8), "page_size": 64, "num_slots": 4}
-    assert holds_for_attention(backend.decodes_natively, in_int8, dtype=BF16, **sizes)
+    assert holds_for_attention(backend.decodes_natively, in_int8, kv_dtype=np.dtype(np.int8), **sizes)
     required = EngineConfig(native="require")
     check_required(required, backend, BF16)
     with pytest.raises(ConfigError, match=r"^native: .*a model in float32 .*serve it in bfloat16"):
