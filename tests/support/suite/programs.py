@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,10 @@ from penstock.runtime.execution.program_set import ProgramBuilder, Programs
 
 MOST_KEPT = 24
 """Sets of programs that are kept. Those that were used longest ago go first."""
+MOST_MAPPINGS = 32_000
+"""Pieces of memory that a process may have before sets go. Linux gives it no more than 65,530
+(vm.max_map_count), and without another one XLA crashes. As users compile them, some sets take thousands.
+"""
 
 _kept: dict[Hashable, Programs] = {}
 """What a set was compiled for, and the set; the one that was used last is at the end."""
@@ -52,6 +57,14 @@ def compiled_for(builder: ProgramBuilder) -> Hashable:
     )
 
 
+def _num_mappings() -> int:
+    """Count this process' pieces of memory; 0 where the system does not tell."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
 def forget_programs() -> None:
     """Have the next engine of every kind compile its own programs."""
     _kept.clear()
@@ -70,7 +83,7 @@ def shared_programs() -> Iterator[None]:
         key = compiled_for(builder)
         programs = _kept.pop(key, None) or compile_all(builder)
         _kept[key] = programs
-        while len(_kept) > MOST_KEPT:
+        while len(_kept) > 1 and (len(_kept) > MOST_KEPT or _num_mappings() > MOST_MAPPINGS):
             del _kept[next(iter(_kept))]
         return programs
 
