@@ -137,7 +137,7 @@ def latent(heads: int, tokens: int = ROWS, page: int = 64, width: int = WIDTH) -
         (int8(sized(3, 3, page=128)), Options(chunk=96, softcap=2.0), ON_HOPPER),
         (int8(sized(6, 2)), Options(window=70, softcap=2.0, sinks=True), ON_B200),
         (latent(20), Options(), ON_HOPPER),
-        (latent(72, page=128, width=3), Options(), ON_HOPPER),  # two tiles of heads
+        (latent(72, page=128, width=2), Options(), ON_HOPPER),  # two tiles of heads
     ],
     ids=[
         *("plain", "window", "everything", "Blackwell", "int8", "int8, wide", "int8, Blackwell"),
@@ -150,8 +150,8 @@ def test_rows_of_any_length(
     shape: Shape, options: Options, form: GpuForm, data: st.DataObject, seed: int
 ) -> None:
     """And fewer rows than the program has."""
-    most = WIDTH * shape.page - 1
-    edges = st.sampled_from([0, shape.page - 1, shape.page, 2 * shape.page, most])
+    most = shape.width * shape.page - 1
+    edges = st.sampled_from([0, shape.page - 1, shape.page, min(2 * shape.page, most), most])
     pasts = data.draw(st.lists(edges | st.integers(0, most), min_size=1, max_size=ROWS))
     single(pasts, shape, options, seed, form=form)
 
@@ -330,7 +330,7 @@ def test_chunks_in_a_process_with_threads_enough() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "9 passed" in done.stdout
+    assert "8 passed" in done.stdout
 
 
 @needs_interpreter
@@ -364,8 +364,8 @@ def test_chunks_beside_rows_of_one_token(shape: Shape, form: GpuForm) -> None:
 
 @needs_interpreter
 @needs_threads
-@pytest.mark.ci
-def test_chunks_of_latents_beside_others_have_the_bits_of_chunks_alone() -> None:
+@pytest.mark.sweep
+def test_chunks_of_latents_have_the_same_bits_alone() -> None:
     """The first token of the third row is the 13th."""
     shape = latent(20, tokens=24, width=2)
     have_the_same_bits_alone(LATENT_CHUNKS, shape, Options(), 5, decode=False, form=ON_HOPPER)

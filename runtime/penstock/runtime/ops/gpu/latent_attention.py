@@ -362,8 +362,10 @@ def _merged(parts: Array, peaks: Array, totals: Array) -> Array:
         scale = jnp.float32(1) / jnp.maximum(functools.reduce(lambda x, y: x + y, sums), jnp.float32(1e-30))
         out = plgpu.layout_cast(jnp.zeros((dim,), jnp.float32), layout)
         for s, total in enumerate(sums):
-            part = loaded(parts_ref.at[s, row], layout).astype(jnp.float32)
-            out += jnp.where(total > 0, part, jnp.zeros_like(part)) * (total * scale)
+            # Nobody wrote the part of a share without positions. The first share has some if any has.
+            written = jnp.where(total > 0, jnp.int32(s), 0)
+            part = loaded(parts_ref.at[written, row], layout).astype(jnp.float32)
+            out += part * (total * scale)
         out_ref[row] = out.astype(jnp.bfloat16)
 
     merged: Array = launched(
