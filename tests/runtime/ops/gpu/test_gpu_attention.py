@@ -289,6 +289,19 @@ def test_no_warpgroup_reads_latents_that_another_still_writes(monkeypatch: pytes
 
 
 @needs_interpreter
+@needs_threads
+@pytest.mark.sweep
+def test_no_warpgroup_reads_latents_of_a_chunk_that_another_still_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(latent_attention, "_BLOCKS", 1)
+    races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
+    shape = latent(16, tokens=16, width=5)
+    attends([Case(300, 10), Case(7, 3)], shape, Options(), 2, decode=False, detect_races=True)
+    assert not races().races_found
+
+
+@needs_interpreter
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
