@@ -529,7 +529,7 @@ def lowered(
         (sized(16, 8, dim=128), Options(ahead=5), BF16, False, 0),
         (int8(sized(16, 8, dim=128)), Options(), INT8, True, 2),
         (int8(sized(16, 8, dim=128)), Options(), INT8, False, 3),
-        (int8(sized(8, 4, dim=256)), Options(), INT8, False, 0),  # no room for the operands of two pages
+        (int8(sized(8, 4, dim=256)), Options(), INT8, True, 0),  # no room for two pages and an operand
         (sized(16, 8, dim=128), Options(), INT8, True, 0),  # rows of 132 bytes
         (dataclasses.replace(sized(16, 8), dtype="float32"), Options(), F32, True, 0),
         (sized(16, 8, dim=96), Options(), BF16, True, 0),
@@ -574,13 +574,13 @@ def test_which_programs_have_the_kernels_on_blackwell(
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.name)
 def test_int8_is_taken_in_the_sizes_of_bfloat16(form: GpuForm) -> None:
-    """So one list of sizes tells an operator of both."""
+    """But for heads of 256, so one list of sizes tells an operator of both."""
     sizes = list(itertools.product((16, 64, 128, 256), (64, 96, 128, 192, 256, 320)))
     wide, narrow = (
         [size for size in sizes if decode_attention.takes(*size, 8, form=form, is_int8=is_int8)]
         for is_int8 in (False, True)
     )
-    assert wide == narrow != []
+    assert [size for size in wide if size[1] < 256] == narrow != []
 
 
 @needs_cuda

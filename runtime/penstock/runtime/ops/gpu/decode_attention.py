@@ -44,6 +44,8 @@ _THREADS = 128
 _BLOCKS = 264
 """So many blocks are wanted: two for each multiprocessor."""
 _MOST_SPLITS = 32
+_WIDEST_INT8 = 192
+"""Heads of more channels would leave room for two pages, but 72 bytes too few for the barriers."""
 
 
 def stages_for(page_size: int, dim: int, *, form: GpuForm, is_int8: bool = False) -> int:
@@ -59,12 +61,13 @@ def stages_for(page_size: int, dim: int, *, form: GpuForm, is_int8: bool = False
 
 def takes(page_size: int, dim: int, group: int, *, form: GpuForm, is_int8: bool = False) -> bool:
     """Say whether the kernel can compute with such pages and heads, in bfloat16 or int8; `group` query heads
-    read a head of keys. `form`: as `decode_attention` takes it.
+    read a head of keys. `form`: as `decode_attention` takes it. Of int8 heads of 256 have no room.
     """
     return (
         page_size in (TILE, 2 * TILE)
         and dim % SWIZZLE == 0
         and group <= TILE
+        and not (is_int8 and dim > _WIDEST_INT8)
         and stages_for(page_size, dim, form=form, is_int8=is_int8) >= LEAST_STAGES
     )
 
