@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.recurrent.conv import causal_conv, put_by_entries, put_by_inputs
+from penstock.runtime.ops.recurrent.conv import (
+    causal_conv,
+    entries_by_inputs,
+    entries_of,
+    put_by_entries,
+    put_by_inputs,
+)
 from tests.support.recurrent.rows import Row, Step, rows_of
 
 CHANNELS, TOKENS, ROWS, ENTRIES = 5, 40, 4, 19
@@ -123,3 +129,11 @@ def test_entries_are_replaced_and_no_other_changes(put: Callable[..., jax.Array]
     expected = state.copy()
     expected[4], expected[0] = new[0], new[2]
     np.testing.assert_array_equal(np.asarray(after), expected)
+
+
+@pytest.mark.parametrize("read", [entries_of, entries_by_inputs])
+def test_entries_past_the_end_are_read_as_zeros(read: Callable[..., jax.Array]) -> None:
+    state = np.random.default_rng(3).standard_normal((ENTRIES, 3, CHANNELS)).astype(np.float32)
+    found = jax.jit(read)(jnp.asarray(state), jnp.array([4, ENTRIES, 0, ENTRIES + 7]))
+    zeros = np.zeros((3, CHANNELS), np.float32)
+    np.testing.assert_array_equal(np.asarray(found), [state[4], zeros, state[0], zeros])

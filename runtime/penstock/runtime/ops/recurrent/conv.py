@@ -53,7 +53,13 @@ def causal_conv(
     kept = num_taps - 1
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     firsts = jnp.cumsum(meta.q_lens) - meta.q_lens + kept * jnp.arange(num_rows, dtype=jnp.int32)
-    before = state.at[meta.state_from].get(mode="fill", fill_value=0)
+    by_entries = kept in (1, 2, 4)  # these need no padding, see `put_by_inputs`
+    before: Array = jax.lax.platform_dependent(
+        state,
+        meta.state_from,
+        tpu=entries_of if by_entries else entries_by_inputs,
+        default=entries_of,
+    )
     # Padding tokens lie behind the last row, and padding rows before them.
     places = token + kept * jnp.where(token < meta.num_tokens, meta.token_rows + 1, num_rows)
     laid = jnp.zeros((num_tokens + kept * num_rows, x.shape[1]), jnp.float32)
@@ -74,11 +80,28 @@ def causal_conv(
         cut_to = jnp.where(meta.state_cut > 0, meta.state_cut_to, state.shape[0])
         entries = jnp.concatenate([entries, cut_to])
         ends = jnp.concatenate([ends, firsts + meta.state_cut])
-    on_tpu = put_by_entries if kept in (1, 2, 4) else put_by_inputs  # these need no padding, see there
     after: Array = jax.lax.platform_dependent(
-        state, entries, laid[_spans(ends, kept)], tpu=on_tpu, default=put_by_entries
+        state,
+        entries,
+        laid[_spans(ends, kept)],
+        tpu=put_by_entries if by_entries else put_by_inputs,
+        default=put_by_entries,
     )
     return y.astype(x.dtype), after
+
+
+def entries_of(state: Array, entries: Array) -> Array:
+    """Return entries int32 [N] of state [S, K - 1, C]: [N, K - 1, C], where those past the end are zeros."""
+    return state.at[entries].get(mode="fill", fill_value=0)
+
+
+def entries_by_inputs(state: Array, entries: Array) -> Array:
+    """Do what `entries_of` does in the order of `put_by_inputs`. A 7x would else copy the whole state in each
+    decode step.
+    """
+    inputs = jnp.arange(state.shape[1], dtype=jnp.int32)[:, None]
+    found = jnp.swapaxes(state, 0, 1).at[inputs, entries[None]].get(mode="fill", fill_value=0)
+    return jnp.swapaxes(found, 0, 1)
 
 
 def put_by_entries(state: Array, entries: Array, new: Array) -> Array:
