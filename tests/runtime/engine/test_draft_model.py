@@ -241,14 +241,13 @@ def test_a_draft_that_is_the_model_is_never_wrong(equal: Drafted) -> None:
                 rng.randint(5, 60),
                 max_proposed_tokens=rng.choice([None, 1, 3]),
             )
-            for i in range(14)
+            for i in range(28)
         ]
         requests += outputs_of(dataclasses.replace(free("n", range(22)), request_id=f"n{patience}"), 3)
         got = equal.compare(requests)
         assert [one.tokens for one in got] == [greedy(TABLES, request) for request in requests]
         assert all(one.accepted_tokens == one.proposed_tokens for one in got)
-        # How many are guessed depends on which rows the steps have together.
-        assert any(one.accepted_tokens for one in got)
+        assert sum(one.accepted_tokens for one in got) > 50
         assert sum(one.preemptions for one in got) > 0
         assert max(one.cached_prompt_tokens for one in got) >= 16
         device = equal.drafting.runner.device

@@ -65,9 +65,15 @@ def sizes_supported(form: GpuForm) -> str:
 
 def latents_supported(form: GpuForm) -> str:
     """Say the same of latent attention."""
-    if form.by_warps:
+    sizes = range(SWIZZLE, 16 * SWIZZLE, SWIZZLE)
+    most = max((dim for dim in sizes if takes_latents(TILE, dim, 2 * SWIZZLE, form=form)), default=None)
+    if most is None:
         return "nothing"
-    return "keys of up to 576 channels in multiples of 64, of which 128, 256, 384 or 512 are the values"
+    *values, widest = (dim for dim in sizes if takes_latents(TILE, most, dim, form=form))
+    return (
+        f"keys of up to {most} channels in multiples of {SWIZZLE}, of which {', '.join(map(str, values))} or "
+        f"{widest} are the values"
+    )
 
 
 def gpu_paged_attention(
@@ -95,20 +101,21 @@ def gpu_paged_attention(
     if cannot or not supports(q, kv, options.value_dim, form=form):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
-    if options.value_dim is not None:
-        return _attend_to_latents(q, kv, meta, options, form=form, interpreted=interpreted), kv
-    if is_int8:
-        q = spread(q).astype(q.dtype)
+    q_lens, table = meta.q_lens, meta.page_table
 
-    def of_single(q: Array, kv_lens: Array) -> Array:
-        """Attend with one query of each row, [R, H, D], after so many tokens, int32[R]; 0 for others."""
-        oldest = oldest_visible(kv_lens - 1, options.sliding_window, options.chunk)
+    def of_single(q: Array, has_token: Array) -> Array:
+        """Attend with one query of each row, [R, H, D], where bool[R] says that it has one; 0 for others."""
+        if options.value_dim is not None:
+            rows = jnp.arange(len(q_lens), dtype=jnp.int32)
+            found = to_latents(q, kv, rows, meta.starts, has_token.astype(jnp.int32), table, single=True)
+            return jnp.where(has_token[:, None, None], found, 0)
+        ends = jnp.where(has_token, meta.kv_lens, 0)
         out: Array = decode_attention(
             q,
             kv,
-            oldest,
-            kv_lens,
-            meta.page_table,
+            oldest_visible(ends - 1, options.sliding_window, options.chunk),
+            ends,
+            table,
             options.sinks,
             scale=options.scale,
             softcap=options.softcap,
@@ -117,19 +124,16 @@ def gpu_paged_attention(
         )
         return out
 
-    q_lens = meta.q_lens
-    if not has_chunks:
-        return of_single(q, jnp.where(q_lens > 0, meta.kv_lens, 0)), kv
-    firsts = jnp.cumsum(q_lens) - q_lens
-    of_rows = of_single(q[jnp.minimum(firsts, q.shape[0] - 1)], jnp.where(q_lens == 1, meta.kv_lens, 0))
-    of_chunks = chunk_attention(
-        q,
-        kv,
-        firsts,
-        meta.starts,
-        jnp.where(q_lens > 1, q_lens, 0),
-        meta.page_table,
-        options.sinks,
+    to_latents = partial(
+        latent_attention,
+        value_dim=options.value_dim,
+        scale=options.scale,
+        form=form,
+        interpreted=interpreted,
+    )
+    to_heads = partial(
+        chunk_attention,
+        sinks=options.sinks,
         scale=options.scale,
         window=options.sliding_window,
         chunk=options.chunk,
@@ -137,32 +141,14 @@ def gpu_paged_attention(
         form=form,
         interpreted=interpreted,
     )
+    if is_int8:
+        q = spread(q).astype(q.dtype)
+    if not has_chunks:
+        return of_single(q, q_lens > 0), kv
+    firsts = jnp.cumsum(q_lens) - q_lens
+    # Rows of one token are a launch of their own, because each of them may have several blocks.
+    of_rows = of_single(q[jnp.minimum(firsts, q.shape[0] - 1)], q_lens == 1)
+    attend = to_heads if options.value_dim is None else partial(to_latents, single=False)
+    of_chunks = attend(q, kv, firsts, meta.starts, jnp.where(q_lens > 1, q_lens, 0), table)
     in_chunk = (q_lens[meta.token_rows] > 1) & (jnp.arange(q.shape[0]) < meta.num_tokens)
     return jnp.where(in_chunk[:, None, None], of_chunks, of_rows[meta.token_rows]), kv
-
-
-def _attend_to_latents(
-    q: Array, kv: Array, meta: AttentionMeta, options: AttentionOptions, *, form: GpuForm, interpreted: bool
-) -> Array:
-    """Compute `gpu_paged_attention` with a cache of latents, [T, H, value_dim], 0 for padding. Rows of one
-    token are a launch of their own, because each of them may have several blocks.
-    """
-    attend = partial(
-        latent_attention,
-        value_dim=options.value_dim,
-        scale=options.scale,
-        form=form,
-        interpreted=interpreted,
-    )
-    q_lens, table, order = meta.q_lens, meta.page_table, jnp.arange(q.shape[0], dtype=jnp.int32)
-    if meta.block_tokens.shape[1] == 1:
-        out: Array = attend(q, kv, order, meta.starts, q_lens, table, single=True)
-        return jnp.where((q_lens > 0)[:, None, None], out, 0)
-    firsts, rows = jnp.cumsum(q_lens) - q_lens, jnp.arange(len(q_lens), dtype=jnp.int32)
-    one = (q_lens == 1).astype(jnp.int32)
-    asked = q[jnp.minimum(firsts, q.shape[0] - 1)]
-    of_rows = attend(asked, kv, rows, meta.starts, one, table, single=True)
-    of_chunks = attend(q, kv, firsts, meta.starts, jnp.where(q_lens > 1, q_lens, 0), table, single=False)
-    is_chunk, real = q_lens[meta.token_rows] > 1, order < meta.num_tokens
-    out = jnp.where(is_chunk[:, None, None], of_chunks, of_rows[meta.token_rows])
-    return jnp.where(real[:, None, None], out, 0)
