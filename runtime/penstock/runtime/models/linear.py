@@ -56,6 +56,7 @@ from penstock.runtime.ops.products import (
     has_outputs_last,
     matmul_int8,
     matmul_transposed,
+    read_as_stored,
 )
 
 
@@ -332,10 +333,9 @@ class Linear(nnx.Module):
         scale = self.scale(pools)
         if self.form.codes is not None:
             y = matmul_codes(x, self.weight[...])
-        elif scale is None:
-            y = matmul_transposed(x, self.weight[...])
         else:
-            y = matmul_int8(x, self.weight[...], scale)
+            x, weight = read_as_stored(x, self.weight[...])
+            y = matmul_transposed(x, weight) if scale is None else matmul_int8(x, weight, scale)
         if self.bias_at is not None:
             y = y + pools.vectors[self.bias_at.columns].astype(jnp.float32)[None, :]
         if self.adapter_at is None or pools.adapters is None:

@@ -81,3 +81,21 @@ def as_stored(weight: jax.Array) -> jax.Array:
         default=lambda weight: weight,
     )
     return stored
+
+
+def read_as_stored(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return x [T, in] and weight [out, in] for a product in a loop of steps. On a TPU it reads the weight
+    `as_stored`. XLA moves what does not depend on the step to before the loop, and would lose the layout
+    there, so it is asked for beside x, which each step computes.
+    """
+    if not has_outputs_last(weight):
+        return x, weight
+
+    def stored(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, weight = jax.lax.optimization_barrier((x, weight))
+        return x, as_stored(weight)
+
+    operands: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(
+        x, weight, tpu=stored, default=lambda *operands: operands
+    )
+    return operands
