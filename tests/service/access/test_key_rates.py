@@ -159,7 +159,8 @@ async def test_a_burst_leaves_no_place_taken(file):
                 if number % 3 == 0:
                     await asyncio.sleep(0)
                     call.cancel()
-            return await asyncio.gather(*calls, return_exceptions=True)
+            found: list[object] = await asyncio.gather(*calls, return_exceptions=True)
+            return found
 
         results: list[object] = []
         async with asyncio.timeout(20):
