@@ -364,9 +364,8 @@ def _with_gpu_kernels(backend: Backend, form: GpuForm) -> Backend:
         native_dtype=np.dtype(jnp.bfloat16),
         lanes=GPU_LANES,
         kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
-        f"take keys and values in bfloat16 or int8, {attention.sizes_supported(form)} (not 256 of int8), of "
-        "which at most 64 may read the same head of keys; and of latent attention "
-        f"{attention.latents_supported(form)}",
+        f"take keys and values in bfloat16 or int8, {attention.sizes_supported(form)}, of which at most 64 "
+        f"may read the same head of keys; and of latent attention {attention.latents_supported(form)}",
     )
 
 

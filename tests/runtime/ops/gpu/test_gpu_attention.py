@@ -53,6 +53,7 @@ needs_threads = pytest.mark.skipif(
 """A warpgroup of the interpreter that waits holds a thread of XLA's pool. Where the pool has two threads, as
 on two processors, the third warpgroup may find none, and all wait for ever. So may the fourth of two kernels
 that run at a time."""
+HOPPER_AND_B200 = pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=lambda form: form.name)
 needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="JAX's part for CUDA is not installed"
 )
@@ -138,10 +139,11 @@ def latent(heads: int, tokens: int = ROWS, page: int = 64, width: int = WIDTH) -
         (int8(sized(6, 2)), Options(window=70, softcap=2.0, sinks=True), ON_B200),
         (latent(20), Options(), ON_HOPPER),
         (latent(72, page=128, width=2), Options(), ON_HOPPER),  # two tiles of heads
+        (latent(20), Options(), ON_B200),
     ],
     ids=[
         *("plain", "window", "everything", "Blackwell", "int8", "int8, wide", "int8, Blackwell"),
-        *("latent", "more latent"),
+        *("latent", "more latent", "latent, Blackwell"),
     ],
 )
 @settings(max_examples=5, deadline=None)
@@ -250,41 +252,48 @@ def test_a_block_adds_up_more_pages_than_shared_memory_holds(
 
 @needs_interpreter
 @pytest.mark.ci
-def test_a_block_adds_up_more_latents_than_shared_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+@HOPPER_AND_B200
+def test_a_block_adds_up_more_latents_than_shared_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, form: GpuForm
+) -> None:
     """And writes what the row has, which nothing merges. A row of padding is 0."""
     monkeypatch.setattr(latent_attention, "_BLOCKS", ROWS)
-    single([6 * 64 - 1, 3], latent(5, width=6), Options(), 4)
+    single([6 * 64 - 1, 3], latent(5, width=6), Options(), 4, form=form)
 
 
 @needs_interpreter
 @needs_threads
 @pytest.mark.sweep
 @pytest.mark.parametrize("heads", [16, 128])
-def test_latents_in_deepseeks_sizes(heads: int) -> None:
+@HOPPER_AND_B200
+def test_latents_in_deepseeks_sizes(heads: int, form: GpuForm) -> None:
     """Of V2-Lite and V3, with the two pieces of a page that shared memory has room for."""
     decode = Shape(heads, 1, 576, 128, 2, 2, 3, 8, dtype="bfloat16", value_dim=512)
-    single([300, 5], decode, Options(), 1)
+    single([300, 5], decode, Options(), 1, form=form)
     chunks = dataclasses.replace(decode, tokens=4)
-    attends([Case(250, 3), Case(70, 1)], chunks, Options(), 2, decode=False)
+    attends([Case(250, 3), Case(70, 1)], chunks, Options(), 2, decode=False, form=form)
 
 
 @needs_interpreter
 @needs_threads
 @pytest.mark.sweep
-@pytest.mark.parametrize("heads", [3, 16, 72])
+@pytest.mark.parametrize(("heads", "form"), [(3, ON_HOPPER), (16, ON_HOPPER), (72, ON_HOPPER), (16, ON_B200)])
 @settings(max_examples=2, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
-def test_chunks_of_latents_of_any_length(heads: int, data: st.DataObject, seed: int) -> None:
-    attends(data.draw(steps(24)), latent(heads, tokens=24), Options(), seed, decode=False)
+def test_chunks_of_latents_of_any_length(heads: int, form: GpuForm, data: st.DataObject, seed: int) -> None:
+    attends(data.draw(steps(24)), latent(heads, tokens=24), Options(), seed, decode=False, form=form)
 
 
 @needs_interpreter
 @pytest.mark.sweep
-def test_no_warpgroup_reads_latents_that_another_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+@HOPPER_AND_B200
+def test_no_warpgroup_reads_latents_that_another_still_writes(
+    monkeypatch: pytest.MonkeyPatch, form: GpuForm
+) -> None:
     """The pages of a row, all of which one block reads, come round to each place in shared memory again."""
     monkeypatch.setattr(latent_attention, "_BLOCKS", ROWS)
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
-    single([9 * 64 - 1, 3, 450], latent(8, width=9), Options(), 2, detect_races=True)
+    single([9 * 64 - 1, 3, 450], latent(8, width=9), Options(), 2, form=form, detect_races=True)
     assert not races().races_found
 
 
@@ -559,10 +568,12 @@ def test_which_programs_have_the_kernels(
         (ON_B200, sized(14, 2, page=128), True, 1),
         (ON_B200, sized(16, 8, dim=128), False, 3),  # rows of one token, and of several
         (ON_B200, sized(8, 4, dim=256), True, 0),  # shared memory lacks the room for two pages
-        (ON_B200, latent(16), True, 0),
+        (ON_B200, latent(16), True, 2),
+        (ON_B200, latent(16), False, 4),
         (ON_RTX_50, sized(14, 2), False, 2),
         (ON_RTX_50, sized(14, 2, page=128), True, 0),
         (ON_RTX_50, sized(16, 8, dim=128), True, 0),
+        (ON_RTX_50, dataclasses.replace(latent(16), dim=576, value_dim=512), True, 0),
     ],
 )
 def test_which_programs_have_the_kernels_on_blackwell(

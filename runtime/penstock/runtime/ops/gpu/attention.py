@@ -54,8 +54,16 @@ def supports(
 
 def sizes_supported(form: GpuForm) -> str:
     """Name the sizes of pages and heads that `supports` accepts, for messages."""
+
+    def named(page: int, dim: int) -> str:
+        return f"{dim}" if takes(page, dim, 1, form=form, is_int8=True) else f"{dim} (but not in int8)"
+
     heads = {
-        page: [str(dim) for dim in range(SWIZZLE, 4 * SWIZZLE + 1, SWIZZLE) if takes(page, dim, 1, form=form)]
+        page: [
+            named(page, dim)
+            for dim in range(SWIZZLE, 4 * SWIZZLE + 1, SWIZZLE)
+            if takes(page, dim, 1, form=form)
+        ]
         for page in (TILE, 2 * TILE)
     }
     return " or ".join(
@@ -66,14 +74,10 @@ def sizes_supported(form: GpuForm) -> str:
 def latents_supported(form: GpuForm) -> str:
     """Say the same of latent attention."""
     sizes = range(SWIZZLE, 16 * SWIZZLE, SWIZZLE)
-    most = max((dim for dim in sizes if takes_latents(TILE, dim, 2 * SWIZZLE, form=form)), default=None)
-    if most is None:
-        return "nothing"
-    *values, widest = (dim for dim in sizes if takes_latents(TILE, most, dim, form=form))
-    return (
-        f"keys of up to {most} channels in multiples of {SWIZZLE}, of which {', '.join(map(str, values))} or "
-        f"{widest} are the values"
-    )
+    most = max(dim for dim in sizes if takes_latents(TILE, dim, 2 * SWIZZLE, form=form))
+    *narrower, widest = (str(dim) for dim in sizes if takes_latents(TILE, most, dim, form=form))
+    values = f"{', '.join(narrower)} or {widest}" if narrower else widest
+    return f"keys of up to {most} channels in multiples of {SWIZZLE}, of which {values} are the values"
 
 
 def gpu_paged_attention(

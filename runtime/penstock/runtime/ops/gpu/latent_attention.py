@@ -1,5 +1,5 @@
-"""Latent attention on GPUs of Hopper: a kernel in Pallas' Mosaic GPU, for decode steps and for steps with
-chunks of prompts. It reads only the pages in use.
+"""Latent attention on GPUs of Hopper and Blackwell: a kernel in Pallas' Mosaic GPU, for decode steps and for
+steps with chunks of prompts. It reads only the pages in use.
 
 All heads share one key of each position, and its first channels are the value, so a piece of 64 positions
 comes to shared memory once and is used as both. A block of threads takes 64 queries: some heads of a token,
@@ -37,6 +37,8 @@ from penstock.runtime.ops.gpu.tiles import (
     TILED,
     launched,
     loaded,
+    product_by_warps,
+    tiled_in,
     zeros,
 )
 
@@ -45,8 +47,11 @@ _MOST_VALUES = 512
 _THREADS = 128
 """Threads of a warpgroup."""
 _BLOCKS = 132
-"""So many blocks are wanted: one for each multiprocessor, whose shared memory one block fills."""
+"""So many blocks are wanted: one for each multiprocessor of an H100, whose shared memory one block fills."""
 _MOST_SPLITS = 32
+_OF_WARPS = 16
+"""Positions whose values a warp that multiplies by itself has in its registers at a time, beside the sums. Of
+more it would spill."""
 _FADE, _PEAK, _TOTAL = range(3)
 """What the first warpgroup writes of each query for others: by how much a piece lowers the sums so far, and
 at the end the largest score and the sum of the weights."""
@@ -60,11 +65,10 @@ def stages_for(dim: int, *, form: GpuForm) -> int:
 
 def takes(page_size: int, dim: int, value_dim: int, *, form: GpuForm) -> bool:
     """Say whether the kernel can compute with such pages and keys of `dim` channels, the first `value_dim` of
-    which are the values. `form`: that for the GPU; the kernel has only the products of Hopper.
+    which are the values. `form`: that for the GPU.
     """
     return (
-        not form.by_warps
-        and page_size % TILE == 0
+        page_size % TILE == 0
         and dim % SWIZZLE == 0
         and value_dim % (2 * SWIZZLE) == 0
         and value_dim <= min(dim, _MOST_VALUES)
@@ -180,7 +184,7 @@ def latent_attention(
                             some = values.at[:, channel : channel + SWIZZLE]
                             online_softmax.clean(some, here, jnp.int32(0), seen_to)
 
-                return _added(acc, w_smem, values, interpreted=interpreted)
+                return _added(acc, w_smem, values, by_warps=form.by_warps, interpreted=interpreted)
 
             def write(acc: Any, own: slice) -> None:
                 """Write the sum of these channels in the place of the queries, which nobody reads any more,
@@ -204,7 +208,7 @@ def latent_attention(
                     stage = lax.rem(i, jnp.int32(stages))
                     plgpu.barrier_wait(k_bars.at[stage])
                     scores = online_softmax.product(
-                        q_smem, k_smem.at[stage], by_warps=False, interpreted=interpreted
+                        q_smem, k_smem.at[stage], by_warps=form.by_warps, interpreted=interpreted
                     )
                     scores = online_softmax.capped(scores, scale, None)
                     if masked:
@@ -296,7 +300,9 @@ def latent_attention(
             scoped,
             plgpu.SMEM((TILE, dim), jnp.bfloat16, transforms=TILED),
             plgpu.SMEM((stages, TILE, dim), jnp.bfloat16, transforms=TILED),
-            plgpu.SMEM((TILE, TILE), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM(
+                (TILE, TILE), jnp.bfloat16, transforms=tiled_in(_OF_WARPS) if form.by_warps else TILED
+            ),
             plgpu.SMEM((3, TILE), jnp.float32),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=stages),
@@ -331,10 +337,14 @@ def _splits_for(blocks: int, width: int) -> int:
     return max(1, min(_BLOCKS // blocks, width, _MOST_SPLITS))
 
 
-def _added(acc: Any, weights: Any, values: Any, *, interpreted: bool) -> Any:
+def _added(acc: Any, weights: Any, values: Any, *, by_warps: bool, interpreted: bool) -> Any:
     """Add weights [64, piece] times values [piece, D], both bfloat16 in shared memory, to acc float32
-    [64, D]. The interpreter knows no product that begins with registers.
+    [64, D]. `by_warps`: by `product_by_warps`. The interpreter knows no product that begins with registers.
     """
+    if by_warps:
+        out = product_by_warps(acc, weights, values, interpreted=interpreted, piece=_OF_WARPS)
+        plgpu.commit_smem()  # else the next copy may overwrite what is still read
+        return out
 
     def add(acc_ref: Any) -> Any:
         plgpu.wgmma(acc_ref, weights, values)

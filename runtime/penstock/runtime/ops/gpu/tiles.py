@@ -23,7 +23,14 @@ LINES = 8
 """Rows that lie together in a tile in shared memory: a tile can only be copied from a multiple of so many."""
 BARRIER_BYTES = 1024
 """More than the barriers take of it."""
-TILED: Any = (plgpu.TilingTransform((LINES, SWIZZLE)), plgpu.SwizzleTransform(128))
+
+
+def tiled_in(columns: int) -> tuple[Any, Any]:
+    """Return how bfloat16 lies in shared memory of which so many columns are read at a time."""
+    return plgpu.TilingTransform((LINES, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+TILED = tiled_in(SWIZZLE)
 """How operands of the tensor cores lie in shared memory."""
 ACC: Any = plgpu.ACC  # type: ignore[attr-defined] # it is public, under another name than its class
 
@@ -109,17 +116,21 @@ def zeros(columns: int) -> Any:
     return plgpu.layout_cast(jnp.zeros((TILE, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def product_by_warps(acc: Any, left: Any, right: Any, *, interpreted: bool) -> Any:
+def product_by_warps(acc: Any, left: Any, right: Any, *, interpreted: bool, piece: int = SWIZZLE) -> Any:
     """Add left [64, K] times right [K, N], both bfloat16 in shared memory, to acc float32 [64, N]. Each warp
-    multiplies 16 rows by itself, by the instruction that GPUs have since Ampere. `interpreted`: the
-    interpreter does not know this instruction, so it computes the product as any other.
+    multiplies 16 rows by itself, by the instruction that GPUs have since Ampere. It has `piece` of K, a
+    multiple of 16 in which both are tiled, in its registers at a time. `interpreted`: the interpreter does
+    not know this instruction, so it computes the product as any other.
     """
     if interpreted:
         return acc + jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
     of_warps: Any = plgpu  # JAX before 0.11 lacks what follows
-    a = loaded(left, of_warps.Layout.MMA_LHS(jnp.bfloat16))
-    b = loaded(right, of_warps.Layout.MMA_RHS(jnp.bfloat16))
-    return of_warps.mma(acc, a, b)
+    for begin in range(0, left.shape[1], piece):
+        some = slice(begin, begin + piece)
+        a = loaded(left.at[:, some], of_warps.Layout.MMA_LHS(jnp.bfloat16))
+        b = loaded(right.at[some], of_warps.Layout.MMA_RHS(jnp.bfloat16))
+        acc = of_warps.mma(acc, a, b)
+    return acc
 
 
 def launched(kernel: Callable[..., None], out: Any, **how: Any) -> Callable[..., Any]:
