@@ -135,8 +135,8 @@ NEED_JAX_0_11 = ("b200", "rtx5090")
 EXPERTS_OF = dict.fromkeys(("tpu-v5e", "tpu-v6e", "tpu-v7x"), 8) | dict.fromkeys(
     ("h100", "b200", "rtx5090"), 64
 )
-"""Chips to what the channels of experts in bfloat16 must be multiples of, on each device, to have a kernel.
-"""
+"""Chips to what the channels of experts in bfloat16 or int8 must be multiples of, on each device, to have a
+kernel."""
 HEADS_FOR_EIGHT = {
     "deepseek_v3": {"num_attention_heads": 8, "num_key_value_heads": 8},
     "granite-4.0-h-tiny": {"num_attention_heads": 24, "num_key_value_heads": 8},
@@ -208,7 +208,7 @@ def kernels_due(model: str, machine: Machine, options: EngineConfig, job: object
             # Few rows have few blocks, so several share a row, and are merged; chunks likewise.
             due["latent_attention"] = own.latents * (2 if job.decode_only else 4)
     pieces = 1 if options.expert_parallel else machine.devices
-    if options.quantization == "none" and own.inner // pieces % EXPERTS_OF[chip] == 0:
+    if options.quantization in ("none", "int8") and own.inner // pieces % EXPERTS_OF[chip] == 0:
         due["grouped_product"] = 2 * own.mixtures  # to the inner channels and back
     return +due
 

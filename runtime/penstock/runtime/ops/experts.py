@@ -194,9 +194,9 @@ def grouped_experts(
     """Compute `experts` by products of rows with the weights of their own expert. Where there are adapters,
     or no such product for these weights, it is `experts` that computes.
 
-    product: is given rows [N, in], sorted by expert, the weights [E, out, in], and how many rows each expert
-    has, int32 [E], and returns float32 [N, out]. Rows without an expert come last, and what it returns for
-    them is not read.
+    product: is given rows [N, in], sorted by expert, the weights [E, out, in], in int8 without their scales,
+    and how many rows each expert has, int32 [E], and returns float32 [N, out]. Rows without an expert come
+    last, and what it returns for them is not read.
     """
     if product is None or adapters is not None:
         return experts(
@@ -223,6 +223,8 @@ def grouped_experts(
 
     def of_rows(rows: jax.Array, stack: StackedExperts) -> jax.Array:
         y = product(rows, stack.weight, sizes)
+        if stack.scale is not None:
+            y = y * stack.scale[sorted_expert]
         return y if stack.bias is None else y + stack.bias.astype(jnp.float32)[sorted_expert]
 
     inner = gated(activation, of_rows(rows, gate_up), limit).astype(x.dtype)

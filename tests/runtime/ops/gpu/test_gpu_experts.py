@@ -1,5 +1,5 @@
 """The kernel for experts on GPUs, interpreted on a CPU and compared with numpy in float64; and which weights
-it takes. Weights of experts that no row chose are NaN.
+it takes. Weights of experts that no row chose are NaN, or their scales are, where weights are int8.
 """
 
 from __future__ import annotations
@@ -36,13 +36,28 @@ def draw(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarra
     return (rng.standard_normal(shape) * scale).astype(BF16)
 
 
-def multiplied(sizes: list[int], rows: int, inputs: int, outputs: int, *, form: GpuForm, **how: Any) -> None:
+def draw_int8(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-127, 128, shape, np.int8)
+
+
+def multiplied(
+    sizes: list[int],
+    rows: int,
+    inputs: int,
+    outputs: int,
+    *,
+    form: GpuForm,
+    is_int8: bool = False,
+    **how: Any,
+) -> None:
     """Multiply so many rows of each group, and compare."""
     rng = np.random.default_rng(sum(sizes))
-    x, weight = draw(rng, rows, inputs), draw(rng, len(sizes), outputs, inputs)
+    x = draw(rng, rows, inputs, scale=0.02 if is_int8 else 1)
+    weight = (draw_int8 if is_int8 else draw)(rng, len(sizes), outputs, inputs)
     group = np.repeat(np.arange(len(sizes)), sizes)
     expected = np.einsum("ni,noi->no", x[: len(group)].astype(np.float64), weight.astype(np.float64)[group])
-    weight[np.array(sizes) == 0] = np.nan
+    if not is_int8:
+        weight[np.array(sizes) == 0] = np.nan
     x[len(group) :] = np.nan
     with interpreted(**how):
         given_sizes = jnp.asarray(sizes, jnp.int32)
@@ -53,38 +68,48 @@ def multiplied(sizes: list[int], rows: int, inputs: int, outputs: int, *, form: 
 @needs_interpreter
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "form"),
+    ("inputs", "outputs", "form", "is_int8"),
     [
-        (64, 128, ON_HOPPER),
-        (192, 64, ON_HOPPER),
-        (384, 192, ON_HOPPER),
-        (64, 64, ON_B200),
-        (384, 128, ON_RTX_50),  # shared memory has room for two pieces
+        (64, 128, ON_HOPPER, False),
+        (192, 64, ON_HOPPER, False),
+        (384, 192, ON_HOPPER, False),
+        (64, 64, ON_B200, False),
+        (384, 128, ON_RTX_50, False),  # shared memory has room for two pieces
+        (64, 192, ON_HOPPER, True),
+        (384, 128, ON_HOPPER, True),
+        (320, 128, ON_RTX_50, True),  # and for 64 outputs of a block
     ],
 )
 @settings(max_examples=4, deadline=None)
 @given(sizes=st.lists(st.sampled_from([0, 1, 63, 64, 65]) | st.integers(0, 70), min_size=1, max_size=4))
-def test_groups_of_any_size(inputs: int, outputs: int, form: GpuForm, sizes: list[int]) -> None:
+def test_groups_of_any_size(
+    inputs: int, outputs: int, form: GpuForm, is_int8: bool, sizes: list[int]
+) -> None:
     """Fewer pieces of channels than shared memory has places for, and more; outputs of one block and of
     several.
     """
-    multiplied(sizes, 300, inputs, outputs, form=form)
+    multiplied(sizes, 300, inputs, outputs, form=form, is_int8=is_int8)
 
 
 @needs_interpreter
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
-def test_no_warpgroup_reads_what_another_still_writes(form: GpuForm) -> None:
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+def test_no_warpgroup_reads_what_another_still_writes(form: GpuForm, is_int8: bool) -> None:
     races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
-    multiplied([70, 0, 3], 80, 12 * 64, 64, form=form, detect_races=True)
+    multiplied([70, 0, 3], 80, 12 * 64, 64, form=form, is_int8=is_int8, detect_races=True)
     assert not races().races_found
 
 
 @needs_interpreter
 @pytest.mark.ci
-@pytest.mark.parametrize(("weigh_input", "form"), [(False, ON_HOPPER), (True, ON_B200)])
+@pytest.mark.parametrize(
+    ("weigh_input", "form", "is_int8"),
+    [(False, ON_HOPPER, False), (True, ON_B200, False), (False, ON_HOPPER, True)],
+    ids=["Hopper", "B200", "int8"],
+)
 def test_rows_get_the_sum_of_their_experts(
-    monkeypatch: pytest.MonkeyPatch, weigh_input: bool, form: GpuForm
+    monkeypatch: pytest.MonkeyPatch, weigh_input: bool, form: GpuForm, is_int8: bool
 ) -> None:
     """Of four rows one chose one expert only. The weights of three experts are read, once for each product,
     and nothing of the others.
@@ -93,15 +118,25 @@ def test_rows_get_the_sum_of_their_experts(
     task, copied = copies.AsyncCopyGmemToSmemTask, []
     read = task.pre_read
 
-    def counting(copy: Any, *arguments: Any) -> None:
-        copied.append(int(np.prod(copy.src_access.shape)) * BF16.itemsize)
-        read(copy, *arguments)
+    def counting(copy: Any, thread: Any, memory: Any) -> None:
+        dtype = memory.buffer_shape_and_dtype(copy.dst_allocation_key).dtype
+        copied.append(int(np.prod(copy.src_access.shape)) * np.dtype(dtype).itemsize)
+        read(copy, thread, memory)
 
     monkeypatch.setattr(task, "pre_read", counting)
     rng = np.random.default_rng(7)
     x = draw(rng, 4, HIDDEN)
-    gate_up, down = draw(rng, EXPERTS, 2 * INNER, HIDDEN, scale=0.2), draw(rng, EXPERTS, HIDDEN, INNER)
-    biases = draw(rng, EXPERTS, 2 * INNER), draw(rng, EXPERTS, HIDDEN)
+    shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+    biases = [draw(rng, *shape[:2]) for shape in shapes]
+    scales = [rng.uniform(0.001, 0.01, shape[:2]).astype(np.float32) for shape in shapes]
+    if is_int8:
+        kept = [draw_int8(rng, *shape) for shape in shapes]
+        gate_up, down = (
+            one.astype(np.float64) * scale[:, :, None] for one, scale in zip(kept, scales, strict=True)
+        )
+    else:
+        kept = [draw(rng, *shape, scale=scale) for shape, scale in zip(shapes, (0.2, 1), strict=True)]
+        gate_up, down = (one.astype(np.float64) for one in kept)
     ids = np.array([[1, 4], [4, 2], [NO_EXPERT, 1], [2, 4]], np.int32)
     weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
     expected = np.zeros((4, HIDDEN))
@@ -109,15 +144,16 @@ def test_rows_get_the_sum_of_their_experts(
         for expert, share in zip(ids[row], weights[row].astype(np.float64), strict=True):
             if expert != NO_EXPERT:
                 given_in = x[row].astype(np.float64) * (share if weigh_input else 1)
-                both = gate_up[expert].astype(np.float64) @ given_in + biases[0][expert].astype(np.float64)
+                both = gate_up[expert] @ given_in + biases[0][expert].astype(np.float64)
                 gate, up = both[:INNER], both[INNER:]
-                out = down[expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up)
+                out = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
                 out += biases[1][expert].astype(np.float64)
                 expected[row] += out * (1 if weigh_input else share)
-    gate_up[[0, 3]], down[[0, 3]] = np.nan, np.nan
+    for each in scales if is_int8 else kept:
+        each[[0, 3]] = np.nan
     stacks = [
-        StackedExperts(jnp.asarray(weight), bias=jnp.asarray(bias))
-        for weight, bias in zip((gate_up, down), biases, strict=True)
+        StackedExperts(jnp.asarray(weight), jnp.asarray(scale) if is_int8 else None, jnp.asarray(bias))
+        for weight, scale, bias in zip(kept, scales, biases, strict=True)
     ]
     with interpreted():
         got = gpu_experts(
@@ -131,16 +167,17 @@ def test_rows_get_the_sum_of_their_experts(
             interpreted=True,
         )
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0.03, atol=0.2)
-    of_weights = 3 * (2 * INNER * HIDDEN + HIDDEN * INNER)
-    of_rows = 3 * 64 * (HIDDEN * 2 + INNER)  # gate_up has two blocks of 128 outputs
-    assert sum(copied) == BF16.itemsize * (of_weights + of_rows)
+    of_weights = 3 * (2 * INNER * HIDDEN + HIDDEN * INNER) * (1 if is_int8 else 2)
+    of_rows = 3 * 64 * (HIDDEN * 2 + INNER) * 2  # gate_up has two blocks of 128 outputs
+    assert sum(copied) == of_weights + of_rows
 
 
 @pytest.mark.parametrize(
     ("dtype", "hidden", "kind", "launches"),
     [
         ("bfloat16", 64, "bfloat16", 2),
-        ("bfloat16", 64, "int8", 0),
+        ("bfloat16", 64, "int8", 2),
+        ("bfloat16", 96, "int8", 0),
         ("bfloat16", 96, "bfloat16", 0),
         ("float32", 64, "float32", 0),
     ],

@@ -1,14 +1,15 @@
 """The kernel for experts on TPUs, interpreted on a CPU and compared with numpy in float64; and which weights
 it takes. The interpreter copies blocks as a TPU does, and finds races.
 
-Weights of experts that no row chose are NaN, and so are rows without an expert.
+Weights of experts that no row chose are NaN, or their scales where they are int8, and so are rows without an
+expert.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,19 +47,25 @@ def draw(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarra
     return (rng.standard_normal(shape) * scale).astype(BF16)
 
 
+def draw_int8(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-127, 128, shape, np.int8)
+
+
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "outputs_last"),
+    ("inputs", "outputs", "outputs_last", "is_int8"),
     [
-        pytest.param(128, 320, False, id="pieces of 128 outputs and a part of one"),
-        pytest.param(192, 256, True, id="pieces, and outputs last", marks=pytest.mark.ci),
-        pytest.param(24, 40, True, id="less than a tile of memory", marks=pytest.mark.ci),
-        pytest.param(320, 48, False, id="inputs in parts of a tile of memory", marks=pytest.mark.sweep),
+        pytest.param(128, 320, False, False, id="pieces of 128 outputs and a part of one"),
+        pytest.param(192, 256, True, False, id="pieces, and outputs last", marks=pytest.mark.ci),
+        pytest.param(24, 40, True, False, id="less than a tile of memory", marks=pytest.mark.ci),
+        pytest.param(320, 48, False, False, id="inputs in parts of a tile", marks=pytest.mark.sweep),
+        pytest.param(128, 320, False, True, id="int8", marks=pytest.mark.sweep),
+        pytest.param(192, 256, True, True, id="int8, outputs last", marks=pytest.mark.sweep),
     ],
 )
 @settings(max_examples=4, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_groups_of_any_size(
-    inputs: int, outputs: int, outputs_last: bool, data: st.DataObject, seed: int
+    inputs: int, outputs: int, outputs_last: bool, is_int8: bool, data: st.DataObject, seed: int
 ) -> None:
     """Of 100 rows in tiles of 32, the last of which is not whole; also groups without rows, and one with all
     rows.
@@ -70,11 +77,13 @@ def test_groups_of_any_size(
         sizes.append(min(left, data.draw(edges | st.integers(0, num_rows))))
         left -= sizes[-1]
     rng = np.random.default_rng(seed)
-    x, weight = draw(rng, num_rows, inputs), draw(rng, num_groups, outputs, inputs)
+    x = draw(rng, num_rows, inputs, scale=0.02 if is_int8 else 1)
+    weight = (draw_int8 if is_int8 else draw)(rng, num_groups, outputs, inputs)
     assert has_outputs_last(jnp.asarray(weight)) == outputs_last
     group = np.repeat(np.arange(num_groups), sizes)
     expected = np.einsum("ni,noi->no", x[: len(group)].astype(np.float64), weight.astype(np.float64)[group])
-    weight[np.array(sizes) == 0] = np.nan
+    if not is_int8:
+        weight[np.array(sizes) == 0] = np.nan
     x[len(group) :] = np.nan
     got = grouped_product(
         jnp.asarray(x), jnp.asarray(weight), jnp.asarray(sizes, jnp.int32), interpret=INTERPRET
@@ -93,19 +102,34 @@ def activated(activation: Activation, gate: np.ndarray, up: np.ndarray, limit: f
 class Layer:
     """Experts' weights, and what numpy makes of them."""
 
-    def __init__(self, rng: np.random.Generator, experts: int, hidden: int, inner: int) -> None:
-        self.gate_up = draw(rng, experts, 2 * inner, hidden, scale=hidden**-0.5)
-        self.down = draw(rng, experts, hidden, inner, scale=inner**-0.5)
-        self.biases = draw(rng, experts, 2 * inner), draw(rng, experts, hidden)
+    def __init__(
+        self, rng: np.random.Generator, experts: int, hidden: int, inner: int, *, is_int8: bool = False
+    ) -> None:
+        shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
+        self.scales: list[np.ndarray] | None = None
+        if is_int8:
+            self.gate_up, self.down = (draw_int8(rng, *shape) for shape in shapes)
+            self.scales = [
+                (rng.uniform(0.5, 2, shape[:2]) / (64 * shape[2] ** 0.5)).astype(np.float32)
+                for shape in shapes
+            ]
+        else:
+            self.gate_up, self.down = (draw(rng, *shape, scale=shape[2] ** -0.5) for shape in shapes)
+        self.biases = [draw(rng, *shape[:2]) for shape in shapes]
 
     def stacks(self, *, biased: bool) -> Iterator[StackedExperts]:
-        for weight, bias in zip((self.gate_up, self.down), self.biases, strict=True):
-            yield StackedExperts(jnp.asarray(weight), bias=jnp.asarray(bias) if biased else None)
+        scales: Sequence[np.ndarray | None] = self.scales or (None, None)
+        for weight, scale, bias in zip((self.gate_up, self.down), scales, self.biases, strict=True):
+            yield StackedExperts(
+                jnp.asarray(weight),
+                None if scale is None else jnp.asarray(scale),
+                jnp.asarray(bias) if biased else None,
+            )
 
     def forget(self, ids: np.ndarray) -> None:
         """Make NaN of the experts that are not among these."""
         others = np.setdiff1d(np.arange(len(self.down)), ids)
-        for each in (self.gate_up, self.down, *self.biases):
+        for each in (*(self.scales or (self.gate_up, self.down)), *self.biases):
             each[others] = np.nan
 
     def expected(
@@ -121,6 +145,10 @@ class Layer:
     ) -> np.ndarray:
         inner, out = self.down.shape[2], np.zeros(x.shape)
         gate_up, down = self.gate_up.astype(np.float64), self.down.astype(np.float64)
+        if self.scales is not None:
+            gate_up, down = (
+                one * scale[:, :, None] for one, scale in zip((gate_up, down), self.scales, strict=True)
+            )
         of_both, of_out = (bias.astype(np.float64) * biased for bias in self.biases)
         for row in range(len(x)):
             for expert, share in zip(ids[row], weights[row].astype(np.float64), strict=True):
@@ -147,16 +175,21 @@ def choices(draw: st.DrawFn, rows: int, per_token: int, experts: int) -> np.ndar
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("activation", "biased", "weigh_input"),
-    [("silu", False, False), ("gpt_oss", True, False), ("silu", True, True)],
+    ("activation", "biased", "weigh_input", "is_int8"),
+    [
+        ("silu", False, False, False),
+        ("gpt_oss", True, False, False),
+        ("silu", True, True, False),
+        ("silu", True, False, True),
+    ],
 )
 @settings(max_examples=4, deadline=None)
 @given(ids=choices(9, 3, 6), seed=st.integers(0, 2**31))
 def test_rows_get_the_sum_of_their_experts(
-    activation: Activation, biased: bool, weigh_input: bool, ids: np.ndarray, seed: int
+    activation: Activation, biased: bool, weigh_input: bool, is_int8: bool, ids: np.ndarray, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    layer, x = Layer(rng, 6, 64, 40), draw(rng, 9, 64)
+    layer, x = Layer(rng, 6, 64, 40, is_int8=is_int8), draw(rng, 9, 64)
     weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
     how: dict[str, Any] = {"activation": activation, "limit": 0.5, "weigh_input": weigh_input}
     expected = layer.expected(x, ids, weights, biased=biased, **how)
@@ -205,12 +238,16 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("rows", "per_token", "experts"),
-    [(16, 8, 128), pytest.param(40, 4, 8, marks=pytest.mark.sweep)],
-    ids=["decode step", "chunk"],
+    ("rows", "per_token", "experts", "is_int8"),
+    [
+        (16, 8, 128, False),
+        pytest.param(40, 4, 8, False, marks=pytest.mark.sweep),
+        pytest.param(16, 8, 128, True, marks=pytest.mark.sweep),
+    ],
+    ids=["decode step", "chunk", "int8"],
 )
 def test_the_weights_of_chosen_experts_are_copied_once(
-    copied: dict[str, int], rows: int, per_token: int, experts: int
+    copied: dict[str, int], rows: int, per_token: int, experts: int, is_int8: bool
 ) -> None:
     """And nothing of the others. A decode step's 128 choices are in tiles of 16 rows, and the chunk's 160 of
     32. A tile is copied once for each piece of outputs, of which gate and up have 2, and down has 1.
@@ -218,7 +255,7 @@ def test_the_weights_of_chosen_experts_are_copied_once(
     tile = 16 if experts == 128 else 32
     hidden, inner = 128, 96
     rng = np.random.default_rng(rows)
-    layer, x = Layer(rng, experts, hidden, inner), draw(rng, rows, hidden)
+    layer, x = Layer(rng, experts, hidden, inner, is_int8=is_int8), draw(rng, rows, hidden)
     ids = np.array([rng.permutation(experts)[:per_token] for _ in range(rows)], np.int32)
     ids[ids == 5] = NO_EXPERT
     weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
@@ -230,7 +267,7 @@ def test_the_weights_of_chosen_experts_are_copied_once(
     chosen = len(np.setdiff1d(ids, [NO_EXPERT]))
     assert chosen < experts
     # The second piece of gate and up has room for 128 outputs, and 64 are there.
-    assert copied["weight_ref"] == chosen * (2 * 128 * hidden + hidden * inner) * BF16.itemsize
+    assert copied["weight_ref"] == chosen * (2 * 128 * hidden + hidden * inner) * (1 if is_int8 else 2)
     tiles = -(-int((ids != NO_EXPERT).sum()) // tile)
     assert not interpreter.races.races_found
     assert copied["x_ref"] == tiles * tile * (2 * hidden + inner) * BF16.itemsize
@@ -241,7 +278,8 @@ def test_the_weights_of_chosen_experts_are_copied_once(
     [
         ("bfloat16", 64, "bfloat16", 2),
         ("bfloat16", 2880, "bfloat16", 2),
-        ("bfloat16", 64, "int8", 0),
+        ("bfloat16", 64, "int8", 2),
+        ("bfloat16", 68, "int8", 0),
         ("bfloat16", 68, "bfloat16", 0),
         ("bfloat16", 2**15, "bfloat16", 0),  # a tile of rows and 128 outputs are more than the chip holds
         ("float32", 64, "float32", 0),

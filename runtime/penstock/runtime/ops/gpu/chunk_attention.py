@@ -19,7 +19,6 @@ touches what belongs to another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from jax import Array, lax
 
 from penstock.runtime.ops.gpu import online_softmax, tensor_memory
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
-from penstock.runtime.ops.gpu.int8_pages import Int8Ring, views
+from penstock.runtime.ops.gpu.int8_pages import Int8Ring, views, widen_ahead
 from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
 from penstock.runtime.ops.gpu.tensor_memory import TensorMemory
 from penstock.runtime.ops.gpu.tiles import (
@@ -295,8 +294,8 @@ def chunk_attention(
                         found = table_ref[row, first_page + i]
                         (k_pages, v_pages)[plane].fetch(*kv_refs, found, plane, head, kv_heads, i)
 
-                    rings = (k_pages, k_bars, k_free), (v_pages, v_bars, v_free)
-                    _widen_ahead(steps, stages, fetch_int8, rings)
+                    rings = (k_pages.widen, k_bars, k_free), (v_pages.widen, v_bars, v_free)
+                    widen_ahead(steps, stages, fetch_int8, rings)
                     return
 
                 def fetch(i: Any, stage: Any) -> None:
@@ -354,34 +353,3 @@ def chunk_attention(
         *(() if sinks is None else (sinks.astype(jnp.float32),)),
     )
     return out
-
-
-def _widen_ahead(
-    steps: Any, stages: int, fetch: Callable[[Any, int], None], rings: Sequence[tuple[Int8Ring, Any, Any]]
-) -> None:
-    """Fetch what a loop of `steps` steps multiplies, up to `stages` steps ahead, and make operands of it.
-    fetch(i, plane) begins to copy what step i multiplies of this plane. Each ring, one a plane, has a barrier
-    for each place at which its operand is told to be made, and one at which those arrive who have read it.
-    """
-    for i in range(stages):
-
-        @pl.when(i < steps)
-        def _(i: int = i) -> None:
-            for plane in range(len(rings)):
-                fetch(jnp.int32(i), plane)
-
-    @pl.loop(0, steps)
-    def _(i: Any) -> None:
-        stage = lax.rem(i, jnp.int32(stages))
-        for plane, (ring, made, free) in enumerate(rings):
-
-            @pl.when(i >= stages)
-            def _(free: Any = free) -> None:
-                plgpu.barrier_wait(free.at[stage])
-
-            ring.widen(i)
-            plgpu.barrier_arrive(made.at[stage])
-
-            @pl.when(i + stages < steps)
-            def _(plane: int = plane) -> None:
-                fetch(i + stages, plane)

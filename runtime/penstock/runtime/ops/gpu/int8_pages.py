@@ -7,6 +7,7 @@ of a cache in bfloat16, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -17,7 +18,8 @@ from jax import Array, lax
 from penstock.runtime.ops.gpu.tiles import LINES, TILED, loaded
 from penstock.runtime.ops.kv_rows import GPU_LANES, first_line_of_scales, words_of
 
-_TILED_COLUMNS: Any = (plgpu.TilingTransform((LINES, GPU_LANES)), plgpu.SwizzleTransform(GPU_LANES))
+TILED_COLUMNS: Any = (plgpu.TilingTransform((LINES, GPU_LANES)), plgpu.SwizzleTransform(GPU_LANES))
+"""How columns of int8 lie in shared memory, of which operands are made."""
 COPIES = 2
 """A page comes in so many, of its numbers and of its scales."""
 
@@ -54,8 +56,8 @@ def _fetch(
     plgpu.copy_gmem_to_smem(words.at[page, plane, line], scales, barrier)
 
 
-def _widen(numbers: Any, operand: Any) -> None:
-    """Make an operand bfloat16 [page, D] of numbers int8 [columns of a head, page, lanes]."""
+def widen(numbers: Any, operand: Any) -> None:
+    """Make an operand bfloat16 [rows, columns * lanes] of numbers int8 [columns, rows, lanes]."""
     for i in range(numbers.shape[0]):
         column = loaded(numbers.at[i], plgpu.Layout.WGMMA_UPCAST_2X)
         operand[:, i * GPU_LANES : (i + 1) * GPU_LANES] = column.astype(jnp.bfloat16)
@@ -81,7 +83,7 @@ class Int8Pages(NamedTuple):
         """Return what to allocate."""
         columns = (stages, dim // GPU_LANES, page_size, GPU_LANES)
         return cls(
-            plgpu.SMEM(columns, jnp.int8, transforms=_TILED_COLUMNS),
+            plgpu.SMEM(columns, jnp.int8, transforms=TILED_COLUMNS),
             plgpu.SMEM((stages, page_size), jnp.float32),
             plgpu.SMEM((page_size, dim), jnp.bfloat16, transforms=TILED),
         )
@@ -97,7 +99,7 @@ class Int8Pages(NamedTuple):
         """Make an operand of the numbers of a page that has come, and return its scales, float32 [page]. Then
         the place is free. The last product with the operand must have been waited for, by all warps.
         """
-        _widen(self.numbers.at[stage], self.operand)
+        widen(self.numbers.at[stage], self.operand)
         scales = _read(self.scales.at[stage])
         plgpu.commit_smem()
         return scales
@@ -143,7 +145,7 @@ class Int8Ring(NamedTuple):
         """Wait for what this step multiplies, and make an operand of it."""
         stage = self._stage(step)
         plgpu.barrier_wait(self.arrived.at[stage])
-        _widen(self.numbers.at[stage], self.operands.at[stage])
+        widen(self.numbers.at[stage], self.operands.at[stage])
         plgpu.commit_smem()
 
     def scales_of(self, step: Any) -> Any:
@@ -155,3 +157,38 @@ class Int8Ring(NamedTuple):
 
     def _place(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.scales.shape[0]))
+
+
+def widen_ahead(
+    steps: Any,
+    stages: int,
+    fetch: Callable[[Any, int], None],
+    rings: Sequence[tuple[Callable[[Any], None], Any, Any]],
+) -> None:
+    """Fetch what a loop of `steps` steps multiplies, up to `stages` steps ahead, and make operands of it.
+    fetch(i, number) begins to copy what step i multiplies of the ring of this number. Each ring has what
+    makes its operand for a step, a barrier for each place at which it is told that the operand is made, and
+    one at which those arrive who have read it.
+    """
+    for i in range(stages):
+
+        @pl.when(i < steps)
+        def _(i: int = i) -> None:
+            for number in range(len(rings)):
+                fetch(jnp.int32(i), number)
+
+    @pl.loop(0, steps)
+    def _(i: Any) -> None:
+        stage = lax.rem(i, jnp.int32(stages))
+        for number, (make, made, free) in enumerate(rings):
+
+            @pl.when(i >= stages)
+            def _(free: Any = free) -> None:
+                plgpu.barrier_wait(free.at[stage])
+
+            make(i)
+            plgpu.barrier_arrive(made.at[stage])
+
+            @pl.when(i + stages < steps)
+            def _(number: int = number) -> None:
+                fetch(i + stages, number)

@@ -5,7 +5,8 @@ The rows of a step's choices are sorted by expert, and cut into tiles. A program
 expert that has rows in it, and some of the outputs. It multiplies the whole tile, and leaves the results of
 rows before the expert's as they are. Programs that follow each other share a tile, or an expert's weights,
 which are copied once then. So the weights of experts that no row chose are not read, and those of the others
-once, whatever their rows are. Between the two products of an expert XLA computes the activation.
+once, whatever their rows are. Between the two products of an expert XLA computes the activation. Weights in
+int8 become bfloat16 in the chip's own memory, and XLA multiplies what comes of them with their scales.
 
 The order of the programs is that of megablox (Gale et al. 2022, arXiv 2211.15841), which JAX has for TPUs
 (`jax.experimental.pallas.ops.tpu.megablox`). It reads the same bytes, but before each product it plans them
@@ -36,7 +37,8 @@ LEAST_TILE = 16
 MOST_TILE = 256
 """Rows of a tile of the choices, a power of two."""
 PIECE_BYTES = 4 * 2**20
-"""What the weights of one program may take of the chip's memory. Those of the next one come meanwhile."""
+"""What the weights of one program may take of the chip's memory in bfloat16. Those of the next one come
+meanwhile."""
 _CHIP_BYTES = 32 * 2**20
 """What the kernel may have of it: XLA gives a kernel 16 MiB unless it asks, and the chips have 64 or more."""
 
@@ -44,7 +46,7 @@ _CHIP_BYTES = 32 * 2**20
 def takes(gate_up: StackedExperts, down: StackedExperts) -> bool:
     """Say whether the kernel can compute with such weights."""
     return all(
-        each.weight.dtype == jnp.bfloat16
+        each.weight.dtype in (jnp.bfloat16, jnp.int8)
         and all(size % SUBLANES == 0 for size in each.weight.shape[1:])
         and _bytes_on_chip(*each.weight.shape[1:]) <= _CHIP_BYTES
         for each in (gate_up, down)
@@ -85,10 +87,10 @@ def tpu_experts(
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def grouped_product(x: Array, weight: Array, sizes: Array, *, interpret: Any = False) -> Array:
-    """Multiply each row with the weights of its group: x bfloat16 [N, in], weight bfloat16 [groups, out, in]
-    -> float32 [N, out]. The first sizes[0] rows are those of the first group, and so on, int32 [groups]; what
-    comes behind them is undefined. Where no group has rows, the weights of one are read all the same.
-    `interpret`: as `pallas_call` takes it.
+    """Multiply each row with the weights of its group: x bfloat16 [N, in], weight bfloat16 or int8
+    [groups, out, in] -> float32 [N, out]. The first sizes[0] rows are those of the first group, and so on,
+    int32 [groups]; what comes behind them is undefined. Where no group has rows, the weights of one are read
+    all the same. `interpret`: as `pallas_call` takes it.
     """
     num_rows, in_size = x.shape
     num_groups, out_size, _ = weight.shape
@@ -113,7 +115,7 @@ def grouped_product(x: Array, weight: Array, sizes: Array, *, interpret: Any = F
         visit = pl.program_id(1)
         product = lax.dot_general(
             x_ref[...],
-            weight_ref[...],
+            weight_ref[...].astype(x_ref.dtype),  # int8 is exact in bfloat16
             (((1,), (0 if outputs_last else 1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
@@ -167,7 +169,9 @@ def _piece_for(out_size: int, in_size: int) -> int:
 
 
 def _bytes_on_chip(out_size: int, in_size: int) -> int:
-    """Tell what the largest programs need: rows, weights and results twice, and a product."""
+    """Tell what the largest programs need: rows, weights and results twice, and a product. Weights in int8
+    need as much, twice and once more in bfloat16.
+    """
     piece = _piece_for(out_size, in_size)
     wide = pl.cdiv(in_size, TPU_LANES) * TPU_LANES
     return 2 * 2 * wide * (MOST_TILE + piece) + 3 * 4 * MOST_TILE * piece
