@@ -179,22 +179,6 @@ def test_a_row_has_the_same_bits_beside_others_and_alone(
     have_the_same_bits_alone(cases, shape, options, seed, decode=True, form=form)
 
 
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collect the bytes of each copy that the interpreter makes to shared memory."""
-    copies = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
-    task, found = copies.AsyncCopyGmemToSmemTask, []
-    read = task.pre_read
-
-    def counting(copy: Any, thread: Any, memory: Any) -> None:
-        dtype = memory.buffer_shape_and_dtype(copy.dst_allocation_key).dtype
-        found.append(int(np.prod(copy.src_access.shape)) * np.dtype(dtype).itemsize)
-        read(copy, thread, memory)
-
-    monkeypatch.setattr(task, "pre_read", counting)
-    return found
-
-
 @needs_interpreter
 @pytest.mark.sweep
 @pytest.mark.parametrize(("window", "pages"), [(None, 8), (300, 5)])
@@ -312,7 +296,7 @@ def test_no_warpgroup_reads_latents_of_a_chunk_that_another_still_writes(
 
 @needs_interpreter
 @pytest.mark.sweep
-@pytest.mark.parametrize("form", [ON_HOPPER, ON_B200], ids=["Hopper", "B200"])
+@HOPPER_AND_B200
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("options", [Options(), Options(window=70, sinks=True)])
 def test_no_warpgroup_reads_what_another_still_writes(
