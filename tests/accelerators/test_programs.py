@@ -125,11 +125,11 @@ HEADS_OF = {
     "tpu-v6e": ALL_HEADS,
     "tpu-v7x": ALL_HEADS,
     "h100": ALL_HEADS,
-    "b200": ALL_HEADS - {256},
-    "rtx5090": frozenset((64,)),
+    "b200": ALL_HEADS,
+    "rtx5090": frozenset((64, 128)),
 }
 """Chips to the heads with which kernels attend, in pages of 64 tokens."""
-INT8_CHUNKS_OF = {"h100": ALL_HEADS - {256}, "b200": frozenset[int](), "rtx5090": frozenset((64,))}
+INT8_CHUNKS_OF = {"h100": ALL_HEADS - {256}, "b200": ALL_HEADS - {256}, "rtx5090": frozenset((64,))}
 """GPUs to the heads of which kernels read int8 for chunks. XLA computes mixed steps of others."""
 NEED_JAX_0_11 = ("b200", "rtx5090")
 EXPERTS_OF = dict.fromkeys(("tpu-v5e", "tpu-v6e", "tpu-v7x"), 8) | dict.fromkeys(
@@ -294,6 +294,8 @@ def test_every_program_compiles(model: str, chip: str, record_property: Record) 
         ("Qwen3-4B", "tpu-v7x"),
         ("Qwen3-4B", "tpu-v5e-4"),
         ("Qwen3-4B", "h100"),
+        ("gemma-2-9b", "h100"),
+        ("Qwen3-4B", "b200"),
     ],
 )
 def test_every_program_compiles_with_a_cache_of_int8(

@@ -229,7 +229,7 @@ def test_tpus_have_kernels_for_attention_and_experts() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "form", "widest"),
-    [("10.0", ON_B200, 192), ("12.0", ON_RTX_50, 64)],
+    [("10.0", ON_B200, 256), ("12.0", ON_RTX_50, 128)],
     ids=["B200", "RTX 50"],
 )
 def test_blackwell_has_the_kernels_where_jax_can_make_them(

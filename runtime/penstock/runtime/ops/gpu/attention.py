@@ -24,7 +24,7 @@ from penstock.runtime.ops.gpu.decode_attention import decode_attention, takes
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.latent_attention import latent_attention
 from penstock.runtime.ops.gpu.latent_attention import takes as takes_latents
-from penstock.runtime.ops.gpu.tiles import SWIZZLE, TILE
+from penstock.runtime.ops.gpu.tiles import SWIZZLE, TILE, WIDEST
 from penstock.runtime.ops.kv_rows import GPU_LANES, num_heads_of, spread, write_kv
 
 
@@ -53,17 +53,9 @@ def supports(
 
 
 def sizes_supported(form: GpuForm) -> str:
-    """Name the sizes of pages and heads that `supports` accepts, for messages."""
-
-    def named(page: int, dim: int) -> str:
-        return f"{dim}" if takes(page, dim, 1, form=form, is_int8=True) else f"{dim} (but not in int8)"
-
+    """Name the sizes of pages and heads that `supports` accepts, for messages. They are the same in int8."""
     heads = {
-        page: [
-            named(page, dim)
-            for dim in range(SWIZZLE, 4 * SWIZZLE + 1, SWIZZLE)
-            if takes(page, dim, 1, form=form)
-        ]
+        page: [str(dim) for dim in range(SWIZZLE, WIDEST + 1, SWIZZLE) if takes(page, dim, 1, form=form)]
         for page in (TILE, 2 * TILE)
     }
     return " or ".join(

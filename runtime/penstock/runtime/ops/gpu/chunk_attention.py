@@ -19,6 +19,7 @@ touches what belongs to another.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ from penstock.runtime.ops.gpu.tiles import (
     TILE,
     TILED,
     aligned_blocks,
+    columns_out,
     copy_rows,
     fetch_ahead,
     launched,
@@ -58,25 +60,28 @@ def rows_of(form: GpuForm) -> int:
 
 def takes_int8(page_size: int, dim: int, *, form: GpuForm) -> bool:
     """Say whether the kernel can read int8 in sizes that `decode_attention` takes. Beside the pages it needs
-    room for their operands, so it takes fewer.
+    room for their operands, so it takes fewer. In tensor memory a thread has all scores of a query, and pages
+    of 128 tokens would leave no registers for the scales.
     """
-    return not form.in_tensor_memory and tiles_for(page_size, dim, form=form, is_int8=True)[1] >= LEAST_STAGES
+    has_room = tiles_for(page_size, dim, form=form, is_int8=True)[1] >= LEAST_STAGES
+    return has_room and (page_size == TILE or not form.in_tensor_memory)
 
 
-def tiles_for(page_size: int, dim: int, *, form: GpuForm, is_int8: bool = False) -> tuple[int, int]:
-    """Tell how many tiles of queries a block has, and how many pages shared memory holds at a time. Sizes
-    that `decode_attention` takes have room for one tile and two pages in bfloat16.
+def tiles_for(page_size: int, dim: int, *, form: GpuForm, is_int8: bool = False) -> tuple[int, int, int]:
+    """Tell how many tiles of queries a block has, how many pages shared memory holds at a time, and how many
+    channels of a tile's results beside them. Sizes that `decode_attention` takes have room for one tile and
+    two pages in bfloat16.
     """
     rows = rows_of(form)
     of_stage = Int8Ring.bytes_of_stage(page_size, dim) if is_int8 else page_size * dim * 2
-    for tiles in (2, 1):
-        beside = tiles * rows * dim * (2 + 2) + BARRIER_BYTES
+    for columns, tiles in itertools.product(columns_out(dim), (2, 1)):
+        beside = tiles * rows * (dim + columns) * 2 + BARRIER_BYTES
         if form.by_warps and not form.in_tensor_memory:
             beside += tiles * rows * page_size * 2  # weights
         stages = min(MOST_STAGES, (form.shared_bytes - beside) // (2 * of_stage))
         if stages >= LEAST_STAGES:
             break
-    return tiles, stages
+    return tiles, stages, columns
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "chunk", "softcap", "form", "interpreted"))
@@ -109,7 +114,7 @@ def chunk_attention(
     num_tokens, num_heads, dim = q.shape
     page_size, kv_heads, is_int8 = kv.shape[3], num_heads_of(kv, dim), kv.dtype == jnp.int8
     group = num_heads // kv_heads
-    tiles, stages = tiles_for(page_size, dim, form=form, is_int8=is_int8)
+    tiles, stages, columns = tiles_for(page_size, dim, form=form, is_int8=is_int8)
     registers, fewer_registers = (
         (_REGISTERS_BESIDE_INT8, _REGISTERS_TO_WIDEN) if is_int8 else (_REGISTERS, _REGISTERS_TO_FETCH)
     )
@@ -207,7 +212,8 @@ def chunk_attention(
                     else:
                         scores = own.product(q_smem.at[tile], keys.at[stage])
                     if is_int8:
-                        scores = scores * lax.broadcast_in_dim(k_pages.scales_of(i), scores.shape, [1])
+                        k_scales = k_pages.scales_of(i, layout)
+                        scores = scores * lax.broadcast_in_dim(k_scales, scores.shape, [1])
 
                     @pl.when(i + stages < steps)  # else nobody waits for it
                     def _() -> None:
@@ -220,7 +226,7 @@ def chunk_attention(
                     v_scales = None
                     if is_int8:
                         plgpu.barrier_wait(v_bars.at[stage])
-                        v_scales = lax.broadcast_in_dim(v_pages.scales_of(i), scores.shape, [1])
+                        v_scales = lax.broadcast_in_dim(v_pages.scales_of(i, layout), scores.shape, [1])
                         if masked:  # those of others may be NaN
                             v_scales = jnp.where((at >= seen_from) & (at < seen_to), v_scales, 0.0)
                     weights, sums = online_softmax.weighed(scores, sums, own, v_scales)
@@ -266,21 +272,19 @@ def chunk_attention(
                     sums = lax.fori_loop(0, whole, functools.partial(step, masked=False), sums)
                 sums = lax.fori_loop(whole, steps, functools.partial(step, masked=True), sums)
                 share = 1 / jnp.maximum(sums.total, 1e-30)
-                if own is None:
-                    out = sums.acc * lax.broadcast_in_dim(share, sums.acc.shape, [0])
-                    out_smem[tile] = out.astype(jnp.bfloat16)
-                else:
-                    own.store(share, out_smem.at[tile])
-                plgpu.commit_smem()
                 begin = jnp.minimum(jnp.maximum(before - skipped, 0), rows)
-                copy_rows(
-                    lambda some: out_smem.at[tile, some],
-                    lambda some: out_ref.at[some, head],
-                    begin,
-                    token + begin,
-                    jnp.maximum(jnp.minimum(end - skipped, rows) - begin, 0),
-                    rows,
-                )
+                count = jnp.maximum(jnp.minimum(end - skipped, rows) - begin, 0)
+                for at in range(0, dim, columns):
+                    channels = slice(at, at + columns)
+                    here, there = out_smem.at[tile], out_ref.at[:, head, channels]
+                    if own is None:
+                        out = sums.acc[:, channels]
+                        out = out * lax.broadcast_in_dim(share, out.shape, [0])
+                        here[...] = out.astype(jnp.bfloat16)
+                    else:
+                        own.store(share, at, here)
+                    plgpu.commit_smem()
+                    copy_rows(here, there, begin, token + begin, count, rows)
 
             @pl.when(tile == tiles)
             def _fetch() -> None:
@@ -313,13 +317,13 @@ def chunk_attention(
             pages = Int8Ring.of_stages(stages, page_size, dim)
         weights = None
         if not form.in_tensor_memory and (interpreted or form.by_warps):
-            weights = plgpu.SMEM((tiles, rows, page_size), jnp.bfloat16, transforms=TILED)
+            weights = online_softmax.weights_of((tiles, rows, page_size), dim, by_warps=form.by_warps)
         pl.run_scoped(
             scoped,
             plgpu.SMEM((tiles, rows, dim), jnp.bfloat16, transforms=TILED),
             pages,
             pages,
-            plgpu.SMEM((tiles, rows, dim), jnp.bfloat16),
+            plgpu.SMEM((tiles, rows, columns), jnp.bfloat16),
             weights,
             TensorMemory.of_tiles(tiles, page_size, dim) if form.in_tensor_memory else None,
             plgpu.Barrier(num_barriers=tiles),

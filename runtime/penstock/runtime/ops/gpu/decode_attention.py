@@ -27,10 +27,13 @@ from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.int8_pages import COPIES, Int8Pages, bytes_of, views
 from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOG2E, LOW, MOST_STAGES, Sums
 from penstock.runtime.ops.gpu.tiles import (
+    ALIGNMENT,
     BARRIER_BYTES,
     SWIZZLE,
     TILE,
     TILED,
+    WIDEST,
+    columns_out,
     fetch_ahead,
     launched,
     loaded,
@@ -44,31 +47,36 @@ _THREADS = 128
 _BLOCKS = 264
 """So many blocks are wanted: two for each multiprocessor."""
 _MOST_SPLITS = 32
-_WIDEST_INT8 = 192
-"""Heads of more channels would leave room for two pages, but 72 bytes too few for the barriers."""
 
 
-def stages_for(page_size: int, dim: int, *, form: GpuForm, is_int8: bool = False) -> int:
-    """Tell how many pages of keys and of values shared memory can hold at a time; less than 2 do not do."""
-    beside = TILE * dim * (2 + 4) + 2 * TILE * 4 + BARRIER_BYTES
+def stages_for(page_size: int, dim: int, *, form: GpuForm, is_int8: bool = False) -> tuple[int, int]:
+    """Tell how many pages of keys and of values shared memory can hold at a time, of which less than 2 do not
+    do, and how many channels of the sums beside them.
+    """
+    of_stage, most = 2 * page_size * dim * 2, MOST_STAGES
+    beside = TILE * dim * 2 + 2 * TILE * 4 + BARRIER_BYTES
     if form.by_warps:
         beside += TILE * page_size * 2  # weights
     if is_int8:  # as many bytes on their way as in bfloat16
-        beside += 2 * page_size * dim * 2  # operands
-        return min(2 * MOST_STAGES, (form.shared_bytes - beside) // (2 * bytes_of(page_size, dim)))
-    return min(MOST_STAGES, (form.shared_bytes - beside) // (2 * page_size * dim * 2))
+        beside += of_stage + 2 * ALIGNMENT  # operands, and the ends of the scales
+        of_stage, most = 2 * bytes_of(page_size, dim), 2 * MOST_STAGES
+    for columns in columns_out(dim):
+        stages = min(most, (form.shared_bytes - beside - TILE * columns * 4) // of_stage)
+        if stages >= LEAST_STAGES:
+            break
+    return stages, columns
 
 
 def takes(page_size: int, dim: int, group: int, *, form: GpuForm, is_int8: bool = False) -> bool:
     """Say whether the kernel can compute with such pages and heads, in bfloat16 or int8; `group` query heads
-    read a head of keys. `form`: as `decode_attention` takes it. Of int8 heads of 256 have no room.
+    read a head of keys. `form`: as `decode_attention` takes it.
     """
     return (
         page_size in (TILE, 2 * TILE)
         and dim % SWIZZLE == 0
+        and dim <= WIDEST
         and group <= TILE
-        and not (is_int8 and dim > _WIDEST_INT8)
-        and stages_for(page_size, dim, form=form, is_int8=is_int8) >= LEAST_STAGES
+        and stages_for(page_size, dim, form=form, is_int8=is_int8)[0] >= LEAST_STAGES
     )
 
 
@@ -144,7 +152,7 @@ def _of_shares(
     num_rows, num_heads, dim = q.shape
     page_size, kv_heads = kv.shape[3], num_heads_of(kv, dim)
     is_int8 = kv.dtype == jnp.int8
-    stages = stages_for(page_size, dim, form=form, is_int8=is_int8)
+    stages, columns = stages_for(page_size, dim, form=form, is_int8=is_int8)
 
     def kernel(q_ref: Any, oldest_ref: Any, ends_ref: Any, table_ref: Any, *others: Any) -> None:
         *kv_refs, acc_out, peak_out, total_out = others
@@ -234,15 +242,18 @@ def _of_shares(
                     return sums._replace(acc=acc)
 
                 acc, peak, total = lax.fori_loop(0, steps, step, online_softmax.begin(dim))
-                acc_smem[...] = acc
                 row_smem[0] = peak
                 row_smem[1] = total
-                plgpu.commit_smem()
                 mine = acc_smem.at[pl.ds(head * group, group)]
-                plgpu.copy_smem_to_gmem(mine, acc_out.at[row, head, split])
-                plgpu.copy_smem_to_gmem(row_smem.at[0], peak_out.at[row, head, split])
-                plgpu.copy_smem_to_gmem(row_smem.at[1], total_out.at[row, head, split])
-                plgpu.wait_smem_to_gmem(0)
+                for at in range(0, dim, columns):
+                    some = slice(at, at + columns)
+                    acc_smem[...] = acc[:, some]
+                    plgpu.commit_smem()
+                    if at == 0:
+                        plgpu.copy_smem_to_gmem(row_smem.at[0], peak_out.at[row, head, split])
+                        plgpu.copy_smem_to_gmem(row_smem.at[1], total_out.at[row, head, split])
+                    plgpu.copy_smem_to_gmem(mine, acc_out.at[row, head, split, :, some])
+                    plgpu.wait_smem_to_gmem(0)
 
             @pl.when(warpgroup == 1)
             def _fetch() -> None:
@@ -262,16 +273,15 @@ def _of_shares(
         if is_int8:
             places = Int8Pages.of_stages(stages, page_size, dim)
         copies = COPIES if is_int8 else 1
+        kept = interpreted or form.by_warps
         pl.run_scoped(
             scoped,
             plgpu.SMEM((TILE, dim), jnp.bfloat16, transforms=TILED),
             places,
             places,
-            plgpu.SMEM((TILE, dim), jnp.float32),
+            plgpu.SMEM((TILE, columns), jnp.float32),
             plgpu.SMEM((2, TILE), jnp.float32),
-            plgpu.SMEM((TILE, page_size), jnp.bfloat16, transforms=TILED)
-            if interpreted or form.by_warps
-            else None,
+            online_softmax.weights_of((TILE, page_size), dim, by_warps=form.by_warps) if kept else None,
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),

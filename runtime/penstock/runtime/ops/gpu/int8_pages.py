@@ -63,9 +63,9 @@ def widen(numbers: Any, operand: Any) -> None:
         operand[:, i * GPU_LANES : (i + 1) * GPU_LANES] = column.astype(jnp.bfloat16)
 
 
-def _read(scales: Any) -> Any:
-    """Read the scales of a page, float32 [page], as columns of scores lie in registers."""
-    return loaded(scales, plgpu.Layout.WGMMA.reduce(0), optimized=False)
+def _read(scales: Any, layout: Any) -> Any:
+    """Read the scales of a page, float32 [page], as the columns of scores in this layout lie in registers."""
+    return loaded(scales, layout.reduce(0), optimized=False)
 
 
 class Int8Pages(NamedTuple):
@@ -100,7 +100,7 @@ class Int8Pages(NamedTuple):
         the place is free. The last product with the operand must have been waited for, by all warps.
         """
         widen(self.numbers.at[stage], self.operand)
-        scales = _read(self.scales.at[stage])
+        scales = _read(self.scales.at[stage], plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         return scales
 
@@ -148,9 +148,11 @@ class Int8Ring(NamedTuple):
         widen(self.numbers.at[stage], self.operands.at[stage])
         plgpu.commit_smem()
 
-    def scales_of(self, step: Any) -> Any:
-        """Return the scales of this step's page, float32 [page], whose operand has been made."""
-        return _read(self.scales.at[self._place(step)])
+    def scales_of(self, step: Any, layout: Any) -> Any:
+        """Return the scales of this step's page, float32 [page], whose operand has been made. `layout`: that
+        of the scores.
+        """
+        return _read(self.scales.at[self._place(step)], layout)
 
     def _stage(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.numbers.shape[0]))

@@ -37,8 +37,8 @@ from penstock.runtime.ops.gpu.tiles import (
     TILED,
     launched,
     loaded,
+    piece_by_warps,
     product_by_warps,
-    tiled_in,
     zeros,
 )
 
@@ -49,9 +49,6 @@ _THREADS = 128
 _BLOCKS = 132
 """So many blocks are wanted: one for each multiprocessor of an H100, whose shared memory one block fills."""
 _MOST_SPLITS = 32
-_OF_WARPS = 16
-"""Positions whose values a warp that multiplies by itself has in its registers at a time, beside the sums. Of
-more it would spill."""
 _FADE, _PEAK, _TOTAL = range(3)
 """What the first warpgroup writes of each query for others: by how much a piece lowers the sums so far, and
 at the end the largest score and the sum of the weights."""
@@ -300,9 +297,7 @@ def latent_attention(
             scoped,
             plgpu.SMEM((TILE, dim), jnp.bfloat16, transforms=TILED),
             plgpu.SMEM((stages, TILE, dim), jnp.bfloat16, transforms=TILED),
-            plgpu.SMEM(
-                (TILE, TILE), jnp.bfloat16, transforms=tiled_in(_OF_WARPS) if form.by_warps else TILED
-            ),
+            online_softmax.weights_of((TILE, TILE), half, by_warps=form.by_warps),
             plgpu.SMEM((3, TILE), jnp.float32),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=stages),
@@ -342,7 +337,8 @@ def _added(acc: Any, weights: Any, values: Any, *, by_warps: bool, interpreted: 
     [64, D]. `by_warps`: by `product_by_warps`. The interpreter knows no product that begins with registers.
     """
     if by_warps:
-        out = product_by_warps(acc, weights, values, interpreted=interpreted, piece=_OF_WARPS)
+        piece = piece_by_warps(acc.shape[1])
+        out = product_by_warps(acc, weights, values, interpreted=interpreted, piece=piece)
         plgpu.commit_smem()  # else the next copy may overwrite what is still read
         return out
 

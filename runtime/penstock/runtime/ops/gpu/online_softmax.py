@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from penstock.runtime.ops.gpu.tensor_memory import LAYOUT, ROWS, TensorMemory
-from penstock.runtime.ops.gpu.tiles import ACC, TILE, loaded, product_by_warps, zeros
+from penstock.runtime.ops.gpu.tiles import (
+    ACC,
+    SWIZZLE,
+    TILE,
+    loaded,
+    piece_by_warps,
+    product_by_warps,
+    tiled_in,
+    zeros,
+)
 
 LEAST_STAGES = 2
 """Pages that shared memory must hold at a time, so that one can come while another is read."""
@@ -109,10 +118,16 @@ def clean(values: Any, position: Any, seen_from: Any, seen_to: Any) -> None:
     plgpu.commit_smem()
 
 
+def weights_of(shape: tuple[int, ...], dim: int, *, by_warps: bool) -> Any:
+    """Return what to allocate for weights that multiply values of `dim` channels, as `added` takes them."""
+    columns = piece_by_warps(dim) if by_warps else SWIZZLE
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled_in(columns))
+
+
 def added(acc: Any, weights: Any, values: Any, kept: Any, *, by_warps: bool, interpreted: bool) -> Any:
     """Add weights [64, page] times values [page, D]. `kept`: shared memory for the weights, which
     `product_by_warps` and the interpreter need; None: they are multiplied where they are, in registers.
-    `by_warps`: by `product_by_warps`.
+    `by_warps`: by `product_by_warps`, for which `kept` is tiled in `piece_by_warps` of D.
     """
     if kept is None:
 
@@ -123,7 +138,8 @@ def added(acc: Any, weights: Any, values: Any, kept: Any, *, by_warps: bool, int
     kept[...] = weights
     plgpu.commit_smem()
     if by_warps:
-        out = product_by_warps(acc, kept, values, interpreted=interpreted)
+        piece = piece_by_warps(acc.shape[1])
+        out = product_by_warps(acc, kept, values, interpreted=interpreted, piece=piece)
         plgpu.commit_smem()  # else the next copy may overwrite what is still read
         return out
 

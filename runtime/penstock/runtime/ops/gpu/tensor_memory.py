@@ -66,7 +66,7 @@ class TensorMemory(NamedTuple):
 
     def fade(self, shares: Any) -> None:
         """Multiply the values so far with float32 [128], for `add`."""
-        for piece in self._pieces():
+        for piece in _pieces(self.acc.shape[1]):
             found = plgpu.async_load_tmem(self.acc.at[piece], layout=LAYOUT)
             plgpu.wait_load_tmem()
             faded = found * lax.broadcast_in_dim(shares, found.shape, [0])
@@ -79,11 +79,17 @@ class TensorMemory(NamedTuple):
         plgpu.tcgen05_mma(self.acc, self.weights, values, self.added)
         plgpu.barrier_wait(self.added)
 
-    def store(self, shares: Any, out: Any) -> None:
-        """Write the values, multiplied with float32 [128], to out bfloat16 [128, D] in shared memory."""
-        for piece in self._pieces():
-            found = plgpu.async_load_tmem(self.acc.at[piece], layout=LAYOUT)
-            out.at[piece][...] = (found * lax.broadcast_in_dim(shares, found.shape, [0])).astype(jnp.bfloat16)
+    def store(self, shares: Any, begin: int, out: Any) -> None:
+        """Write the values from this channel on, multiplied with float32 [128], to out bfloat16
+        [128, channels] in shared memory.
+        """
+        for of_acc, of_out in zip(_pieces(out.shape[1], begin), _pieces(out.shape[1]), strict=True):
+            found = plgpu.async_load_tmem(self.acc.at[of_acc], layout=LAYOUT)
+            scaled = found * lax.broadcast_in_dim(shares, found.shape, [0])
+            out.at[of_out][...] = scaled.astype(jnp.bfloat16)
 
-    def _pieces(self) -> list[tuple[slice, slice]]:
-        return [(slice(None), slice(at, at + _PIECE)) for at in range(0, self.acc.shape[1], _PIECE)]
+
+def _pieces(columns: int, begin: int = 0) -> list[tuple[slice, slice]]:
+    """Cut so many columns from `begin` on into pieces."""
+    ends = range(begin, begin + columns, _PIECE)
+    return [(slice(None), slice(at, min(at + _PIECE, begin + columns))) for at in ends]

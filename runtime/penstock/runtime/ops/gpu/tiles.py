@@ -32,6 +32,12 @@ def tiled_in(columns: int) -> tuple[Any, Any]:
 
 TILED = tiled_in(SWIZZLE)
 """How operands of the tensor cores lie in shared memory."""
+ALIGNMENT = 1024
+"""What lies in tiles begins at multiples of so many bytes of it."""
+WIDEST = 256
+"""Columns that a product of the tensor cores has at most."""
+_FEWEST = 16
+"""So many columns of a result go out at a time at least, and a product by warps takes so many of K."""
 ACC: Any = plgpu.ACC  # type: ignore[attr-defined] # it is public, under another name than its class
 
 
@@ -60,18 +66,11 @@ def aligned_blocks(firsts: Array, sizes: Array, num_rows: int, block: int) -> Bl
     return Blocks(owners, (firsts[owners] + passed) // LINES, before, ends, passed)
 
 
-def copy_rows(
-    source: Callable[[Any], Any],
-    target: Callable[[Any], Any],
-    begin: Any,
-    first: Any,
-    count: Any,
-    most: int = TILE,
-) -> None:
+def copy_rows(source: Any, target: Any, begin: Any, first: Any, count: Any, most: int = TILE) -> None:
     """Copy `count` rows of a tile in shared memory, from its row `begin` on, to the GPU's memory, from row
-    `first` on, and wait. The two functions return references of some rows. How many rows a copy has must be
-    known when it is compiled, so there are pieces of `most`, a half, a quarter, ... of them, and those are
-    copied that are together `count`.
+    `first` on, and wait. `source` and `target` are references whose first axis is that of rows. How many rows
+    a copy has must be known when it is compiled, so there are pieces of `most`, a half, a quarter, ... of
+    them, and those are copied that are together `count`.
     """
     size = most
     while size:
@@ -79,8 +78,8 @@ def copy_rows(
 
         @pl.when(lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1)
         def _(size: int = size, place: Any = place) -> None:
-            piece = source(pl.ds(begin + place, size))
-            plgpu.copy_smem_to_gmem(piece, target(pl.ds(first + place, size)))
+            piece = source.at[pl.ds(begin + place, size)]
+            plgpu.copy_smem_to_gmem(piece, target.at[pl.ds(first + place, size)])
 
         size //= 2
     plgpu.wait_smem_to_gmem(0)
@@ -111,9 +110,23 @@ def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
+def columns_out(dim: int) -> list[int]:
+    """Return how many columns of a result, of `dim`, may be in shared memory at a time on their way out: all,
+    or fewer, where a kernel lacks the room for all. They divide `dim`.
+    """
+    return [dim, *(columns for columns in (SWIZZLE, SWIZZLE // 2, _FEWEST) if columns < dim)]
+
+
 def zeros(columns: int) -> Any:
     """Return float32 [64, columns] of 0, as products of the tensor cores lie in registers."""
     return plgpu.layout_cast(jnp.zeros((TILE, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def piece_by_warps(columns: int) -> int:
+    """Tell how much of K `product_by_warps` has in registers at a time, where it adds to so many columns. A
+    warp would spill with more, beside so many sums.
+    """
+    return SWIZZLE if columns <= 2 * SWIZZLE else _FEWEST
 
 
 def product_by_warps(acc: Any, left: Any, right: Any, *, interpreted: bool, piece: int = SWIZZLE) -> Any:
