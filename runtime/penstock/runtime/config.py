@@ -120,9 +120,9 @@ class EngineConfig:
     """Whether the pages of the cache of latent attention are dealt over the devices. Else each device has all
     of them. XLA computes such attention, and its bits depend on which pages a request has."""
     native: str = "auto"
-    """The kernels for CPUs, and for decode steps on TPUs, Hopper GPUs and B200: "auto" uses them where the
-    machine and the model can, "require" refuses to start unless they compute all of the model or, on an
-    accelerator, the attention of its decode steps, "off" leaves everything to XLA."""
+    """The kernels for CPUs, TPUs, Hopper GPUs, B200 and RTX 50: "auto" uses them where the machine and the
+    model can, "require" refuses to start unless they compute all of the model or, on an accelerator, the
+    attention of its decode steps, "off" leaves everything to XLA."""
     native_folder: Path | None = None
     """Folder of the CPU kernels' library, which is compiled into it if it is not there; None: the library
     that came with the wheel, or else ~/.cache/penstock/native."""

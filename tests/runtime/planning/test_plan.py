@@ -147,7 +147,7 @@ def test_a_window_bounds_what_is_read_and_kept() -> None:
 
 
 def test_experts_are_read_as_often_as_they_are_drawn() -> None:
-    """With one of two experts for a token, three tokens leave one of them out by 1/2 ** 3."""
+    """With one of two experts for a token, three tokens leave one of them out by 1/2 ** 3. XLA reads both."""
     config = TINY | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 2,
@@ -167,16 +167,22 @@ def test_experts_are_read_as_often_as_they_are_drawn() -> None:
     assert found.decode.bytes == 2 * (attention + NORMS + HEAD + 2 * 8 + 3 * 8 + drawn) + kept
     products = attention + HEAD + 2 * 8 + expert
     assert found.decode.operations == 2 * 3 * products + 3 * 48 * 4 * 4 * 4
+    off = plan(parse_config(config), one(memory_bytes=10**9), dataclasses.replace(OPTIONS, native="off"))
+    assert off.decode is not None
+    assert off.decode.bytes == found.decode.bytes + 2 * 2 * expert * 0.5**3
 
 
 def test_a_cache_of_int8_has_columns_where_kernels_read_it() -> None:
     """Eight heads of 128 channels have nine columns of 128 bytes on a TPU, and seventeen of 64 on a GPU with
-    kernels, of each key and value of 32 layers. Other GPUs have rows of 132 bytes.
+    kernels, of each key and value of 32 layers. Other GPUs, and all of them without kernels, have rows of 132
+    bytes.
     """
     options = EngineConfig(max_num_seqs=1, max_model_len=64, kv_cache_dtype="int8")
     model = parse_config(LLAMA_3_1_8B)
     found = [plan(model, read_machine(chip), options) for chip in ("tpu-v6e", "h100", "rtx4090")]
-    of_token = (9 * 128, 17 * 64, 8 * 132)
+    off = dataclasses.replace(options, native="off")
+    found += [plan(model, read_machine(chip), off) for chip in ("tpu-v6e", "h100")]
+    of_token = (9 * 128, 17 * 64, 8 * 132, 9 * 128, 8 * 132)
     assert [each.kv_bytes_per_row for each in found] == [64 * 32 * 2 * n for n in of_token]
 
 

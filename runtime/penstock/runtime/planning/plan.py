@@ -8,8 +8,9 @@ All sizes and times are those of one device; a model that is cut over several ha
   and twice, and has their scores. The sampler has five float32 for each row and token of the vocabulary. An
   MLP has its inner channels twice and a hidden state, in the model's dtype and in float32.
 - **Bytes of a step**: all weights that are multiplied, once; of a table of embeddings that is not the head,
-  the tokens' rows; of experts as many as the tokens' choices find on average, if all are equally likely; the
-  keys and values that rows attend to, and those that are written; recurrent state, read and written.
+  the tokens' rows; of experts that kernels of ours compute as many as the tokens' choices find on average, if
+  all are equally likely, and of others all; the keys and values that rows attend to, and those that are
+  written; recurrent state, read and written.
 - **Operations**: two for each weight that a token is multiplied by, and for each head and position that it
   attends to, two for each channel of the key and of the value. The head is computed for one token of each
   row. What recurrent layers compute beside their products is not counted.
@@ -139,7 +140,7 @@ def plan(
         if draft is not None and options.context_parallel:
             raise ConfigError("draft_model: does not go with context_parallel")
         draft = None if draft is None else cut(draft, machine.devices)
-        model.cache.laid_out(_lanes(machine)).check_dtype(options.kv_cache_dtype)
+        model.cache.laid_out(_lanes(machine, options)).check_dtype(options.kv_cache_dtype)
     except ConfigError as error:
         return Plan(machine=machine, fits=False, problem=str(error), context=context, rows=rows)
     drafting: tuple[_Parts, ...] = ()
@@ -213,12 +214,18 @@ def _plan_of(parts: _Parts, drafting: Sequence[_Parts], context: int, temp_bytes
     )
 
 
-def _lanes(machine: Machine) -> int:
-    """Return what the width of KV rows is a multiple of, where kernels of ours attend if there are any."""
+def _has_kernels(machine: Machine, options: EngineConfig) -> bool:
+    """Say whether kernels of ours compute attention and experts there, in sizes that they take."""
     target = machine.chip.target
-    if isinstance(target, TpuTarget):
+    is_known = isinstance(target, TpuTarget) or ".".join(map(str, target.capability)) in FORMS
+    return is_known and options.native != "off"
+
+
+def _lanes(machine: Machine, options: EngineConfig) -> int:
+    """Return what the width of KV rows is a multiple of."""
+    if machine.chip.is_tpu:
         return TPU_LANES
-    return GPU_LANES if ".".join(map(str, target.capability)) in FORMS else 1
+    return GPU_LANES if _has_kernels(machine, options) else 1
 
 
 def _in_turns(step: Step, rows: int, num_turns: int) -> Step:
@@ -265,7 +272,7 @@ class _Parts:
     def cache(self) -> CacheSpec:
         """What the model keeps, as the chip stores it."""
         cache = self.model.cache if self.stage is None else self.stage.cache
-        return cache.laid_out(_lanes(self.machine))
+        return cache.laid_out(_lanes(self.machine, self.options))
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
@@ -379,6 +386,7 @@ class _Parts:
         model = self.model
         num_bytes = operations = 0.0
         plain = leaf_shapes(model, self.dtype)  # codes do not have the shapes of what they stand for
+        draws = _has_kernels(self.machine, self.options) and self.options.quantization in ("none", "int8")
         for path, leaf in self.leaves.items():
             size = _num_bytes(leaf) / model.devices
             products = 2 * math.prod(plain.get(path, leaf).shape) / model.devices
@@ -395,7 +403,7 @@ class _Parts:
                 num_bytes += size
             elif "experts" in path:
                 share = _share_of_experts(model.layers[int(path[1])])
-                num_bytes += size * (1 - (1 - share) ** tokens)
+                num_bytes += size * (1 - (1 - share) ** tokens if draws else 1)
                 operations += products * share * tokens
             else:
                 num_bytes, operations = num_bytes + size, operations + products * tokens

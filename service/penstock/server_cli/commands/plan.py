@@ -95,6 +95,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="stages to which the devices are dealt, each with some of the layers; default: %(default)s",
     )
     parser.add_argument(
+        "--native",
+        choices=("auto", "off"),
+        default="auto",
+        help="off: XLA computes all, as with `penstock serve --native off`. A step reads all experts then, "
+        "and a GPU keeps a cache of int8 in other rows. Default: %(default)s",
+    )
+    parser.add_argument(
         "--compile",
         action="store_true",
         help="have XLA compile the largest programs for the chip of --for, which takes minutes, and report "
@@ -156,6 +163,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         max_num_batched_tokens=args.max_num_batched_tokens,
         expert_parallel=args.expert_parallel,
         context_parallel=args.context_parallel,
+        native=args.native,
         pipeline_parallel_size=args.pipeline_parallel_size,
         speculation="off" if draft is None else "draft",
         draft_model=args.draft_model,

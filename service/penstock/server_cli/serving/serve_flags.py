@@ -399,8 +399,8 @@ def add_engine(flag: AddFlag) -> None:
     )
     flag(
         "native",
-        "the kernels for CPUs, TPUs, Hopper GPUs and B200; auto: where machine and model can use them; "
-        "require: do not start without; off: XLA alone",
+        "the kernels for CPUs, TPUs, Hopper GPUs, B200 and RTX 50; auto: where machine and model can use "
+        "them; require: do not start without; off: XLA alone",
         choices=NATIVE,
     )
     flag(
