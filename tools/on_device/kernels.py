@@ -2,10 +2,11 @@
 one without?
 
 Steps of the run: `python -m tools.on_device.kernels operation|chunks|experts|tokens ...`. The first two try
-attention, of decode steps and of steps with chunks of prompts. With `--interpreted` the first three try their
-own code on a CPU, with small sizes, and `chunks` needs PJRT_NPROC=8 where there are fewer processors. With
-`--capability 10.0` a GPU of Hopper tries the form for a B200, which needs JAX 0.11. It multiplies by warps in
-all kernels then, because it lacks the tensor cores of a B200.
+attention, of decode steps and of steps with chunks of prompts, also as `int8`, `int8-chunks`, `latents` and
+`latent-chunks`. With `--interpreted` all but `tokens` try their own code on a CPU, with small sizes; those of
+chunks need PJRT_NPROC=8 where there are fewer processors. With `--capability 10.0` a GPU of Hopper tries the
+form for a B200, which needs JAX 0.11. It multiplies by warps in all kernels then, because it lacks the tensor
+cores of a B200.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from bench.workloads import TABLE, jobs
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
 from penstock.runtime.execution.backend import GPU_OPTIONS, capability_of
 from penstock.runtime.ops.attention import LONG_SPAN, AttentionOptions, make_meta, paged_attention
-from penstock.runtime.ops.cache_spec import PagedKV
+from penstock.runtime.ops.cache_spec import LatentKV, PagedKV
 from penstock.runtime.ops.experts import StackedExperts
 from penstock.runtime.ops.experts import experts as xla_experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.gpu.experts import gpu_experts
 from penstock.runtime.ops.gpu.forms import FORMS, ON_HOPPER
+from penstock.runtime.ops.kv_rows import GPU_LANES
 from tests.support.native.attention import Case, Options, Shape, draw, runner
 from tools.on_device.facts import seconds, wanted_device
 from tools.on_device.limits import UNKNOWN, Limits, limits_of, of_call
@@ -56,6 +58,9 @@ REPEATS = (0, 1, 2, 3)
 """Of the workload, whose prompts are generated from."""
 
 
+_KEPT = PagedKV(8, 128)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
     """What a step tries of attention."""
@@ -65,6 +70,9 @@ class Sizes:
     """Rows of the program, rows that are used, and new tokens of each of these."""
     contexts: tuple[int, ...]
     """Tokens of a row, the new ones included."""
+    kept: PagedKV | LatentKV = _KEPT
+    """What is timed, with 16 heads of queries."""
+    kv_dtype: str = "bfloat16"
 
     @property
     def decode(self) -> bool:
@@ -77,6 +85,16 @@ def _shape(
 ) -> Shape:
     pages = rows * width
     return Shape(heads, kv_heads, dim, page, tokens or rows, rows, width, pages, dtype="bfloat16")
+
+
+def _int8(shape: Shape) -> Shape:
+    return dataclasses.replace(shape, is_int8=True, lanes=GPU_LANES)
+
+
+def _latent(heads: int, rows: int, width: int, dim: int = 576, tokens: int | None = None) -> Shape:
+    """Return a shape with DeepSeek's keys, or smaller ones, of which 64 channels are rotary."""
+    shape = _shape(rows, width, heads, 1, dim, tokens=tokens)
+    return dataclasses.replace(shape, value_dim=dim - 64)
 
 
 def _single(*pasts: int) -> tuple[Case, ...]:
@@ -129,26 +147,65 @@ ON_GPU = {
         timed=((4, 1, 512), (16, 4, 128)),
         contexts=(512, 2048, 8192),
     ),
-}
-INTERPRETED = {
-    "operation": Sizes(
-        cases=(("small", _shape(2, 3, 4, 2, 64), Options(window=70), _single(130)),),
-        timed=((2, 2, 1),),
-        contexts=(128,),
-    ),
-    "chunks": Sizes(
+    "int8": Sizes(
         cases=(
-            ("small", _shape(2, 3, 2, 1, 64, tokens=80), Options(window=70), (Case(100, 66), Case(9, 1))),
+            ("ragged rows up to 8,192", _int8(_shape(16, 130, 16, 8, 128)), Options(), RAGGED),
+            ("heads of 256", _int8(_shape(4, 20, 8, 4, 256)), Options(window=512), _single(1000, 3, 511)),
         ),
-        timed=((2, 1, 70),),
-        contexts=(128,),
+        timed=((16, 16, 1),),
+        contexts=(1024, 8192),
+        kept=PagedKV(8, 128, lanes=GPU_LANES),
+        kv_dtype="int8",
     ),
+    "int8-chunks": Sizes(
+        cases=(("rows of several lengths", _int8(_shape(4, 24, 16, 8, 128, tokens=512)), Options(), MIXED),),
+        timed=((4, 1, 512),),
+        contexts=(512, 8192),
+        kept=PagedKV(8, 128, lanes=GPU_LANES),
+        kv_dtype="int8",
+    ),
+    "latents": Sizes(
+        cases=(
+            ("ragged rows up to 8,192", _latent(16, 16, 130), Options(), RAGGED),
+            ("128 heads", _latent(128, 4, 20), Options(), _single(1000, 3, 511)),
+        ),
+        timed=((16, 16, 1),),
+        contexts=(1024, 8192),
+        kept=LatentKV(512, 64),
+    ),
+    "latent-chunks": Sizes(
+        cases=(("rows of several lengths", _latent(16, 4, 24, tokens=512), Options(), MIXED),),
+        timed=((4, 1, 512),),
+        contexts=(512, 8192),
+        kept=LatentKV(512, 64),
+    ),
+}
+_SMALL_KEPT, _SMALL_LATENT = PagedKV(2, 64, lanes=GPU_LANES), LatentKV(128, 64)
+_SMALL, _SMALL_CHUNKS = _shape(2, 3, 4, 2, 64), _shape(2, 3, 2, 1, 64, tokens=80)
+
+
+def _small(shape: Shape, kept: PagedKV | LatentKV = _SMALL_KEPT, kv_dtype: str = "bfloat16") -> Sizes:
+    """Return sizes for the interpreter."""
+    is_step = shape.tokens == shape.rows
+    cases = _single(130) if is_step else (Case(100, 66), Case(9, 1))
+    options = Options() if shape.value_dim else Options(window=70)
+    timed = (2, 2, 1) if is_step else (2, 1, 70)
+    return Sizes((("small", shape, options, cases),), (timed,), (128,), kept, kv_dtype)
+
+
+INTERPRETED = {
+    "operation": _small(_SMALL),
+    "chunks": _small(_SMALL_CHUNKS),
+    "int8": _small(_int8(_SMALL), kv_dtype="int8"),
+    "int8-chunks": _small(_int8(_SMALL_CHUNKS), kv_dtype="int8"),
+    "latents": _small(_latent(8, 2, 3, 192), _SMALL_LATENT),
+    "latent-chunks": _small(_latent(8, 2, 3, 192, tokens=80), _SMALL_LATENT),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.on_device.kernels", description=__doc__)
-    parser.add_argument("what", choices=("operation", "chunks", "experts", "tokens"))
+    parser.add_argument("what", choices=(*ON_GPU, "experts", "tokens"))
     parser.add_argument("--checkpoint", type=Path, help="the model of `tokens`")
     parser.add_argument("--cache", type=Path, help="where compiled programs are kept")
     parser.add_argument("--facts", type=Path, help="the result of the step that measured the limits")
@@ -205,7 +262,8 @@ def attention(
     wrong: list[str] = []
     for name, shape, options, cases in sizes.cases:
         batch = draw(cases, shape, options, len(name))
-        batch = dataclasses.replace(batch, cache=batch.cache.view(jnp.bfloat16))
+        if not shape.is_int8:
+            batch = dataclasses.replace(batch, cache=batch.cache.view(jnp.bfloat16))
         errors = {}
         for form, op in (("kernel", kernel), *([("XLA", xla)] if not rows else ())):
             out, cache = runner(op, shape, options, decode=sizes.decode)(batch)
@@ -217,19 +275,27 @@ def attention(
         rows.append({"case": name, **errors})
         result.add(**{"beside float64": rows})
     result.say(f"{'; '.join(wrong) or 'all right'}; nothing was timed")
-    heads, kv_heads, dim = (4, 2, 64) if interpreted else (16, 8, 128)
-    keys = PagedKV(kv_heads, dim)
+    heads, kv_dtype = 4 if interpreted else 16, jnp.dtype(sizes.kv_dtype)
     times: list[dict[str, Any]] = []
     for program_rows, used, new in sizes.timed:
         timers = {
             form: _timer(
-                op, heads, keys, program_rows, used, new, max(sizes.contexts), interpreted=interpreted
+                op,
+                heads,
+                sizes.kept,
+                kv_dtype,
+                program_rows,
+                used,
+                new,
+                max(sizes.contexts),
+                interpreted=interpreted,
             )
             for form, op in (("kernel", kernel), ("XLA", xla))
         }
         for context in sizes.contexts:
             took_s = {form: timer(context) for form, timer in timers.items()}
-            near = of_call(attention_bytes(heads, keys, used, new, context), took_s["kernel"], limits)
+            least = attention_bytes(heads, sizes.kept, kv_dtype, used, new, context)
+            near = of_call(least, took_s["kernel"], limits)
             taken = {f"{form}, us": 1e6 * taken_s for form, taken_s in took_s.items()}
             row = {"rows": used, "of": program_rows, "tokens": new, "context": context}
             times.append({**row, **taken, **near})
@@ -245,19 +311,22 @@ def attention(
         raise SystemExit("AssertionError: attention is wrong")
 
 
-def attention_bytes(heads: int, keys: PagedKV, rows: int, new: int, context: int) -> int:
+def attention_bytes(
+    heads: int, kept: PagedKV | LatentKV, kv_dtype: np.dtype[Any], rows: int, new: int, context: int
+) -> int:
     """Count what a call must read and write at least: pages in use, among them those with new keys and
     values; queries and results.
     """
     pages = rows * -(-context // PAGE)
-    of_pages = pages * keys.page_bytes(PAGE, np.dtype(jnp.bfloat16))
-    return of_pages + 2 * rows * new * heads * keys.head_dim * VALUE_BYTES
+    of_head = kept.head_dim + (kept.value_dim or kept.head_dim)
+    return pages * kept.page_bytes(PAGE, kv_dtype) + rows * new * heads * of_head * VALUE_BYTES
 
 
 def _timer(
     op: Callable[..., Any],
     heads: int,
-    keys: PagedKV,
+    kept: PagedKV | LatentKV,
+    kv_dtype: np.dtype[Any],
     rows: int,
     used: int,
     new: int,
@@ -269,9 +338,10 @@ def _timer(
     of each row that is used.
     """
     width = -(-longest // PAGE)
-    kv_heads, dim = keys.num_kv_heads, keys.head_dim
+    kv_heads, dim = kept.num_kv_heads, kept.head_dim
     layers, iterations = (1, 1) if interpreted else (LAYERS, ITERATIONS)
-    shape = (used * width, 2, kv_heads, PAGE, dim)
+    shape = kept.arrays(used * width, PAGE, 0, kv_dtype).shape
+    options = AttentionOptions(dim**-0.5, value_dim=kept.value_dim)
 
     def run(kvs: tuple[jax.Array, ...], starts: jax.Array, q_lens: jax.Array, table: jax.Array) -> Any:
         meta = make_meta(
@@ -286,18 +356,18 @@ def _timer(
 
         def turn(_: Any, carry: Any) -> Any:
             q, kvs = carry
-            written = q[:, :kv_heads]
-            kept = []
+            written, after = q[:, :kv_heads], []
             for kv in kvs:
-                q, kv = op(q, written, written, kv, meta, AttentionOptions(dim**-0.5))
-                kept.append(kv)
-            return q, tuple(kept)
+                out, kv = op(q, written, None if kept.value_dim else written, kv, meta, options)
+                q = jnp.concatenate([out, q[..., out.shape[2] :]], axis=2)  # values have fewer channels
+                after.append(kv)
+            return q, tuple(after)
 
         q = jnp.ones((rows if new == 1 else used * new, heads, dim), jnp.bfloat16)
         return lax.fori_loop(0, iterations, turn, (q, kvs))
 
     compiled = jax.jit(run, donate_argnums=(0,), compiler_options=None if interpreted else dict(GPU_OPTIONS))
-    held = [tuple(jnp.full(shape, 0.01, jnp.bfloat16) for _ in range(layers))]
+    held = [tuple(jnp.full(shape, 1, kv_dtype) for _ in range(layers))]
     table = np.zeros((rows, width), np.int32)
     table[:used] = np.arange(used * width, dtype=np.int32).reshape(used, width)
     is_used = jnp.asarray((np.arange(rows) < used).astype(np.int32))

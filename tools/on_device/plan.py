@@ -112,6 +112,10 @@ def stages(
             module("tools.on_device.kernels", "tokens", "--checkpoint", model, "--cache", cache),
         ),
     )
+    other_kernels = tuple(
+        step(f"kernels-{what}", 60, module("tools.on_device.kernels", what, "--facts", facts))
+        for what in ("int8", "latents", "int8-chunks", "latent-chunks")
+    )
     plan = [
         Stage(title="The machine", steps=(step("facts", 75, module("tools.on_device.facts")),), limit_s=75),
         Stage(
@@ -147,6 +151,11 @@ def stages(
                 ),
             ),
             limit_s=240,
+        ),
+        Stage(
+            title="Kernels for attention with caches of int8, and with latents",
+            steps=other_kernels if sizes.has_kernels else (),
+            limit_s=200,
         ),
     ]
     scale = max(1.0, minutes / MINUTES)
