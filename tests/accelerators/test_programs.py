@@ -139,7 +139,7 @@ EXPERTS_OF = dict.fromkeys(("tpu-v5e", "tpu-v6e", "tpu-v7x"), 8) | dict.fromkeys
 kernel."""
 HEADS_FOR_EIGHT = {
     "deepseek_v3": {"num_attention_heads": 8, "num_key_value_heads": 8},
-    "granite-4.0-h-tiny": {"num_attention_heads": 24, "num_key_value_heads": 8},
+    "granite-4.0-h-tiny": {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128},
 }
 """What models have instead of heads that do not divide by eight."""
 CHIPS_TRIED = ("tpu-v5e", "tpu-v6e", "tpu-v7x", "h100", "b200", "rtx5090")
