@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bench.workloads import Group, Workload
 from penstock.runtime import EngineConfig
 from penstock.runtime.models.registry import parse_config
-from penstock.runtime.ops.cache_spec import LatentKV, PagedKV
 from tests.support.models.configs import TINY
+from tests.support.native.attention import Shape
 from tools.on_device.kernels import ExpertSizes, attention_bytes, experts_bytes
 from tools.on_device.limits import Limits, limits_of, of_call, of_workload
 
@@ -22,16 +21,19 @@ PRODUCTS = 4 * 8 * (4 + 2 + 2) + 16 * 8 + 3 * 16 * 8
 """Queries, keys and values; the output; the MLP."""
 
 
+def heads(queries: int, keys: int, dim: int, value_dim: int | None = None) -> Shape:
+    return Shape(queries, keys, dim, 64, 5, 3, 2, 6, dtype="bfloat16", value_dim=value_dim)
+
+
 def test_pages_in_use_are_counted_with_queries_and_results() -> None:
     # Two pages of 64 keys and values of 8 heads of 128 channels, for each of 3 rows; 5 tokens of each.
     pages = 3 * 2 * 64 * 2 * 8 * 128 * 2
-    kept, bfloat16 = PagedKV(8, 128), np.dtype(jnp.bfloat16)
-    assert attention_bytes(16, kept, bfloat16, 3, 5, 65) == pages + 2 * 3 * 5 * 16 * 128 * 2
+    assert attention_bytes(heads(16, 8, 128), 3, 5, 65) == pages + 2 * 3 * 5 * 16 * 128 * 2
 
 
 def test_latents_in_use_are_counted_once_with_queries_and_narrower_results() -> None:
     pages = 3 * 2 * 64 * 576 * 2
-    found = attention_bytes(16, LatentKV(512, 64), np.dtype(jnp.bfloat16), 3, 5, 65)
+    found = attention_bytes(heads(16, 1, 576, 512), 3, 5, 65)
     assert found == pages + 3 * 5 * 16 * (576 + 512) * 2
 
 

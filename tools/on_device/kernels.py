@@ -30,13 +30,12 @@ from bench.workloads import TABLE, jobs
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
 from penstock.runtime.execution.backend import GPU_OPTIONS, capability_of
 from penstock.runtime.ops.attention import LONG_SPAN, AttentionOptions, make_meta, paged_attention
-from penstock.runtime.ops.cache_spec import LatentKV, PagedKV
 from penstock.runtime.ops.experts import StackedExperts
 from penstock.runtime.ops.experts import experts as xla_experts
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.gpu.experts import gpu_experts
 from penstock.runtime.ops.gpu.forms import FORMS, ON_HOPPER
-from penstock.runtime.ops.kv_rows import GPU_LANES
+from penstock.runtime.ops.kv_rows import GPU_LANES, kv_layer_shape
 from tests.support.native.attention import Case, Options, Shape, draw, runner
 from tools.on_device.facts import seconds, wanted_device
 from tools.on_device.limits import UNKNOWN, Limits, limits_of, of_call
@@ -56,8 +55,6 @@ VALUE_BYTES = 2
 """Of a number in bfloat16."""
 REPEATS = (0, 1, 2, 3)
 """Of the workload, whose prompts are generated from."""
-_KEPT = PagedKV(8, 128)
-"""What is timed, where nothing else is said: the keys and values of Qwen3-0.6B."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,13 +62,11 @@ class Sizes:
     """What a step tries of attention."""
 
     cases: tuple[tuple[str, Shape, Options, tuple[Case, ...]], ...]
+    """The heads of the first are timed."""
     timed: tuple[tuple[int, int, int], ...]
     """Rows of the program, rows that are used, and new tokens of each of these."""
     contexts: tuple[int, ...]
     """Tokens of a row, the new ones included."""
-    kept: PagedKV | LatentKV = _KEPT
-    """What a layer keeps whose attention is timed, with 16 heads of queries."""
-    kv_dtype: str = "bfloat16"
 
     @property
     def decode(self) -> bool:
@@ -153,15 +148,11 @@ ON_GPU = {
         ),
         timed=((16, 16, 1),),
         contexts=(1024, 8192),
-        kept=PagedKV(8, 128, lanes=GPU_LANES),
-        kv_dtype="int8",
     ),
     "int8-chunks": Sizes(
         cases=(("rows of several lengths", _int8(_shape(4, 24, 16, 8, 128, tokens=512)), Options(), MIXED),),
         timed=((4, 1, 512),),
         contexts=(512, 8192),
-        kept=PagedKV(8, 128, lanes=GPU_LANES),
-        kv_dtype="int8",
     ),
     "latents": Sizes(
         cases=(
@@ -170,35 +161,32 @@ ON_GPU = {
         ),
         timed=((16, 16, 1),),
         contexts=(1024, 8192),
-        kept=LatentKV(512, 64),
     ),
     "latent-chunks": Sizes(
         cases=(("rows of several lengths", _latent(16, 4, 24, tokens=512), Options(), MIXED),),
         timed=((4, 1, 512),),
         contexts=(512, 8192),
-        kept=LatentKV(512, 64),
     ),
 }
-_SMALL_KEPT, _SMALL_LATENT = PagedKV(2, 64, lanes=GPU_LANES), LatentKV(128, 64)
 _SMALL, _SMALL_CHUNKS = _shape(2, 3, 4, 2, 64), _shape(2, 3, 2, 1, 64, tokens=80)
 
 
-def _small(shape: Shape, kept: PagedKV | LatentKV = _SMALL_KEPT, kv_dtype: str = "bfloat16") -> Sizes:
+def _small(shape: Shape) -> Sizes:
     """Return sizes for the interpreter."""
     is_step = shape.tokens == shape.rows
     cases = _single(130) if is_step else (Case(100, 66), Case(9, 1))
     options = Options() if shape.value_dim else Options(window=70)
     timed = (2, 2, 1) if is_step else (2, 1, 70)
-    return Sizes((("small", shape, options, cases),), (timed,), (128,), kept, kv_dtype)
+    return Sizes((("small", shape, options, cases),), (timed,), (128,))
 
 
 INTERPRETED = {
     "operation": _small(_SMALL),
     "chunks": _small(_SMALL_CHUNKS),
-    "int8": _small(_int8(_SMALL), kv_dtype="int8"),
-    "int8-chunks": _small(_int8(_SMALL_CHUNKS), kv_dtype="int8"),
-    "latents": _small(_latent(8, 2, 3, 192), _SMALL_LATENT),
-    "latent-chunks": _small(_latent(8, 2, 3, 192, tokens=80), _SMALL_LATENT),
+    "int8": _small(_int8(_SMALL)),
+    "int8-chunks": _small(_int8(_SMALL_CHUNKS)),
+    "latents": _small(_latent(8, 2, 3, 192)),
+    "latent-chunks": _small(_latent(8, 2, 3, 192, tokens=80)),
 }
 
 
@@ -274,27 +262,16 @@ def attention(
         rows.append({"case": name, **errors})
         result.add(**{"beside float64": rows})
     result.say(f"{'; '.join(wrong) or 'all right'}; nothing was timed")
-    heads, kv_dtype = 4 if interpreted else 16, jnp.dtype(sizes.kv_dtype)
+    heads = sizes.cases[0][1]
     times: list[dict[str, Any]] = []
     for program_rows, used, new in sizes.timed:
         timers = {
-            form: _timer(
-                op,
-                heads,
-                sizes.kept,
-                kv_dtype,
-                program_rows,
-                used,
-                new,
-                max(sizes.contexts),
-                interpreted=interpreted,
-            )
+            form: _timer(op, heads, program_rows, used, new, max(sizes.contexts), interpreted=interpreted)
             for form, op in (("kernel", kernel), ("XLA", xla))
         }
         for context in sizes.contexts:
             took_s = {form: timer(context) for form, timer in timers.items()}
-            least = attention_bytes(heads, sizes.kept, kv_dtype, used, new, context)
-            near = of_call(least, took_s["kernel"], limits)
+            near = of_call(attention_bytes(heads, used, new, context), took_s["kernel"], limits)
             taken = {f"{form}, us": 1e6 * taken_s for form, taken_s in took_s.items()}
             row = {"rows": used, "of": program_rows, "tokens": new, "context": context}
             times.append({**row, **taken, **near})
@@ -310,22 +287,26 @@ def attention(
         raise SystemExit("AssertionError: attention is wrong")
 
 
-def attention_bytes(
-    heads: int, kept: PagedKV | LatentKV, kv_dtype: np.dtype[Any], rows: int, new: int, context: int
-) -> int:
-    """Count what a call must read and write at least: pages in use, among them those with new keys and
-    values; queries and results.
+def attention_bytes(heads: Shape, rows: int, new: int, context: int) -> int:
+    """Count what a call with such heads must read and write at least: pages in use, among them those with new
+    keys and values; queries and results.
     """
-    pages = rows * -(-context // PAGE)
-    of_head = kept.head_dim + (kept.value_dim or kept.head_dim)
-    return pages * kept.page_bytes(PAGE, kv_dtype) + rows * new * heads * of_head * VALUE_BYTES
+    cache = _cache(heads, rows * -(-context // PAGE))
+    of_head = heads.dim + (heads.value_dim or heads.dim)
+    return int(cache.size * cache.dtype.itemsize) + rows * new * heads.heads * of_head * VALUE_BYTES
+
+
+def _cache(heads: Shape, num_pages: int) -> jax.ShapeDtypeStruct:
+    """Return what a layer with such heads keeps in so many pages."""
+    keys_only = heads.value_dim is not None
+    sizes = (num_pages, PAGE, heads.kv_heads, heads.dim)
+    shape = kv_layer_shape(*sizes, keys_only=keys_only, is_int8=heads.is_int8, lanes=heads.lanes)
+    return jax.ShapeDtypeStruct(shape, jnp.int8 if heads.is_int8 else jnp.bfloat16)
 
 
 def _timer(
     op: Callable[..., Any],
-    heads: int,
-    kept: PagedKV | LatentKV,
-    kv_dtype: np.dtype[Any],
+    heads: Shape,
     rows: int,
     used: int,
     new: int,
@@ -337,10 +318,10 @@ def _timer(
     of each row that is used.
     """
     width = -(-longest // PAGE)
-    kv_heads, dim = kept.num_kv_heads, kept.head_dim
+    dim, value_dim = heads.dim, heads.value_dim
     layers, iterations = (1, 1) if interpreted else (LAYERS, ITERATIONS)
-    shape = kept.arrays(used * width, PAGE, 0, kv_dtype).shape
-    options = AttentionOptions(dim**-0.5, value_dim=kept.value_dim)
+    cache = _cache(heads, used * width)
+    options = AttentionOptions(dim**-0.5, value_dim=value_dim)
 
     def run(kvs: tuple[jax.Array, ...], starts: jax.Array, q_lens: jax.Array, table: jax.Array) -> Any:
         meta = make_meta(
@@ -350,23 +331,23 @@ def _timer(
             num_tokens=rows if new == 1 else used * new,
             decode_only=new == 1,
             page_size=PAGE,
-            num_pages=shape[0],
+            num_pages=cache.shape[0],
         )
 
         def turn(_: Any, carry: Any) -> Any:
             q, kvs = carry
-            written, after = q[:, :kv_heads], []
+            written, after = q[:, : heads.kv_heads], []
             for kv in kvs:
-                out, kv = op(q, written, None if kept.value_dim else written, kv, meta, options)
+                out, kv = op(q, written, None if value_dim else written, kv, meta, options)
                 q = jnp.concatenate([out, q[..., out.shape[2] :]], axis=2)  # values have fewer channels
                 after.append(kv)
             return q, tuple(after)
 
-        q = jnp.ones((rows if new == 1 else used * new, heads, dim), jnp.bfloat16)
+        q = jnp.ones((rows if new == 1 else used * new, heads.heads, dim), jnp.bfloat16)
         return lax.fori_loop(0, iterations, turn, (q, kvs))
 
     compiled = jax.jit(run, donate_argnums=(0,), compiler_options=None if interpreted else dict(GPU_OPTIONS))
-    held = [tuple(jnp.full(shape, 1, kv_dtype) for _ in range(layers))]
+    held = [tuple(jnp.full(cache.shape, 1, cache.dtype) for _ in range(layers))]
     table = np.zeros((rows, width), np.int32)
     table[:used] = np.arange(used * width, dtype=np.int32).reshape(used, width)
     is_used = jnp.asarray((np.arange(rows) < used).astype(np.int32))

@@ -101,21 +101,19 @@ def stages(
         step(f"golden-{name}", 100, module("tools.on_device.goldens", name, "--cache", cache), **shared)
         for name in kinds()
     ]
+
+    def kernel(what: str, limit_s: float) -> Step:
+        return step(f"kernels-{what}", limit_s, module("tools.on_device.kernels", what, "--facts", facts))
+
     kernels = (
-        *(
-            step(f"kernels-{what}", 70, module("tools.on_device.kernels", what, "--facts", facts))
-            for what in ("operation", "chunks", "experts")
-        ),
+        *(kernel(what, 70) for what in ("operation", "chunks", "experts")),
         step(
             "kernels-tokens",
             100,
             module("tools.on_device.kernels", "tokens", "--checkpoint", model, "--cache", cache),
         ),
     )
-    other_kernels = tuple(
-        step(f"kernels-{what}", 60, module("tools.on_device.kernels", what, "--facts", facts))
-        for what in ("int8", "latents", "int8-chunks", "latent-chunks")
-    )
+    other_kernels = tuple(kernel(what, 60) for what in ("int8", "latents", "int8-chunks", "latent-chunks"))
     plan = [
         Stage(title="The machine", steps=(step("facts", 75, module("tools.on_device.facts")),), limit_s=75),
         Stage(

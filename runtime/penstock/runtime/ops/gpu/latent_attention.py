@@ -29,7 +29,6 @@ from penstock.runtime.ops.gpu import online_softmax
 from penstock.runtime.ops.gpu.forms import ON_HOPPER, GpuForm
 from penstock.runtime.ops.gpu.online_softmax import LEAST_STAGES, LOW, MOST_STAGES, Sums
 from penstock.runtime.ops.gpu.tiles import (
-    ACC,
     BARRIER_BYTES,
     LINES,
     SWIZZLE,
@@ -37,8 +36,6 @@ from penstock.runtime.ops.gpu.tiles import (
     TILED,
     launched,
     loaded,
-    piece_by_warps,
-    product_by_warps,
     zeros,
 )
 
@@ -181,7 +178,9 @@ def latent_attention(
                             some = values.at[:, channel : channel + SWIZZLE]
                             online_softmax.clean(some, here, jnp.int32(0), seen_to)
 
-                return _added(acc, w_smem, values, by_warps=form.by_warps, interpreted=interpreted)
+                return online_softmax.added(
+                    acc, w_smem, values, by_warps=form.by_warps, interpreted=interpreted
+                )
 
             def write(acc: Any, own: slice) -> None:
                 """Write the sum of these channels in the place of the queries, which nobody reads any more,
@@ -330,25 +329,6 @@ def _splits_for(blocks: int, width: int) -> int:
     a piece.
     """
     return max(1, min(_BLOCKS // blocks, width, _MOST_SPLITS))
-
-
-def _added(acc: Any, weights: Any, values: Any, *, by_warps: bool, interpreted: bool) -> Any:
-    """Add weights [64, piece] times values [piece, D], both bfloat16 in shared memory, to acc float32
-    [64, D]. `by_warps`: by `product_by_warps`. The interpreter knows no product that begins with registers.
-    """
-    if by_warps:
-        piece = piece_by_warps(acc.shape[1])
-        out = product_by_warps(acc, weights, values, interpreted=interpreted, piece=piece)
-        plgpu.commit_smem()  # else the next copy may overwrite what is still read
-        return out
-
-    def add(acc_ref: Any) -> Any:
-        plgpu.wgmma(acc_ref, weights, values)
-        return acc_ref[...] if interpreted else None
-
-    if interpreted:
-        return acc + pl.run_scoped(add, ACC(acc.shape, jnp.float32))
-    return pl.run_state(add)(ACC.init(acc))
 
 
 def _merged(parts: Array, peaks: Array, totals: Array) -> Array:

@@ -22,7 +22,6 @@ from penstock.runtime.ops.gpu.tiles import (
     SWIZZLE,
     TILE,
     loaded,
-    piece_by_warps,
     product_by_warps,
     tiled_in,
     zeros,
@@ -31,6 +30,8 @@ from penstock.runtime.ops.gpu.tiles import (
 LEAST_STAGES = 2
 """Pages that shared memory must hold at a time, so that one can come while another is read."""
 MOST_STAGES = 3
+_FEWEST_BY_WARPS = 16
+"""Positions that an instruction of a warp multiplies."""
 LOG2E = math.log2(math.e)
 LOW = -1e30
 """Below all scores, and finite, so that differences of such scores are numbers."""
@@ -120,31 +121,36 @@ def clean(values: Any, position: Any, seen_from: Any, seen_to: Any) -> None:
 
 def weights_of(shape: tuple[int, ...], dim: int, *, by_warps: bool) -> Any:
     """Return what to allocate for weights that multiply values of `dim` channels, as `added` takes them."""
-    columns = piece_by_warps(dim) if by_warps else SWIZZLE
+    columns = _piece_by_warps(dim) if by_warps else SWIZZLE
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled_in(columns))
 
 
-def added(acc: Any, weights: Any, values: Any, kept: Any, *, by_warps: bool, interpreted: bool) -> Any:
-    """Add weights [64, page] times values [page, D]. `kept`: shared memory for the weights, which
-    `product_by_warps` and the interpreter need; None: they are multiplied where they are, in registers.
-    `by_warps`: by `product_by_warps`, for which `kept` is tiled in `piece_by_warps` of D.
+def added(acc: Any, weights: Any, values: Any, kept: Any = None, *, by_warps: bool, interpreted: bool) -> Any:
+    """Add weights [64, page] times values [page, D]. `kept`: shared memory (`weights_of`) to which the
+    weights go first. None: they are multiplied where they are, in such memory or in registers, from which
+    neither `product_by_warps` nor the interpreter multiplies. `by_warps`: by `product_by_warps`.
     """
-    if kept is None:
-
-        def add(acc_ref: Any) -> None:
-            plgpu.wgmma(acc_ref, weights, values)
-
-        return pl.run_state(add)(ACC.init(acc))
-    kept[...] = weights
-    plgpu.commit_smem()
+    if kept is not None:
+        kept[...] = weights
+        plgpu.commit_smem()
+        weights = kept
     if by_warps:
-        piece = piece_by_warps(acc.shape[1])
-        out = product_by_warps(acc, kept, values, interpreted=interpreted, piece=piece)
+        piece = _piece_by_warps(acc.shape[1])
+        out = product_by_warps(acc, weights, values, interpreted=interpreted, piece=piece)
         plgpu.commit_smem()  # else the next copy may overwrite what is still read
         return out
 
-    def multiply(acc_ref: Any) -> Any:
-        plgpu.wgmma(acc_ref, kept, values)
-        return acc_ref[...]
+    def add(acc_ref: Any) -> Any:
+        plgpu.wgmma(acc_ref, weights, values)
+        return acc_ref[...] if interpreted else None
 
-    return acc + pl.run_scoped(multiply, ACC(acc.shape, jnp.float32))
+    if interpreted:
+        return acc + pl.run_scoped(add, ACC(acc.shape, jnp.float32))
+    return pl.run_state(add)(ACC.init(acc))
+
+
+def _piece_by_warps(columns: int) -> int:
+    """Tell how many positions' values `product_by_warps` has in registers at a time, where it adds to so many
+    columns. A warp would spill with more, beside so many sums.
+    """
+    return SWIZZLE if columns <= 2 * SWIZZLE else _FEWEST_BY_WARPS

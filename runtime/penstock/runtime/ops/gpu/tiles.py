@@ -36,8 +36,6 @@ ALIGNMENT = 1024
 """What lies in tiles begins at multiples of so many bytes of it."""
 WIDEST = 256
 """Columns that a product of the tensor cores has at most."""
-_FEWEST = 16
-"""So many columns of a result go out at a time at least, and a product by warps takes so many of K."""
 ACC: Any = plgpu.ACC  # type: ignore[attr-defined] # it is public, under another name than its class
 
 
@@ -114,19 +112,12 @@ def columns_out(dim: int) -> list[int]:
     """Return how many columns of a result, of `dim`, may be in shared memory at a time on their way out: all,
     or fewer, where a kernel lacks the room for all. They divide `dim`.
     """
-    return [dim, *(columns for columns in (SWIZZLE, SWIZZLE // 2, _FEWEST) if columns < dim)]
+    return [dim, *(columns for columns in (SWIZZLE, SWIZZLE // 2, SWIZZLE // 4) if columns < dim)]
 
 
 def zeros(columns: int) -> Any:
     """Return float32 [64, columns] of 0, as products of the tensor cores lie in registers."""
     return plgpu.layout_cast(jnp.zeros((TILE, columns), jnp.float32), plgpu.Layout.WGMMA)
-
-
-def piece_by_warps(columns: int) -> int:
-    """Tell how much of K `product_by_warps` has in registers at a time, where it adds to so many columns. A
-    warp would spill with more, beside so many sums.
-    """
-    return SWIZZLE if columns <= 2 * SWIZZLE else _FEWEST
 
 
 def product_by_warps(acc: Any, left: Any, right: Any, *, interpreted: bool, piece: int = SWIZZLE) -> Any:
